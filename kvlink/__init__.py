@@ -1,0 +1,85 @@
+"""Move KV caches between serving processes: awaitable, one-sided, zero-copy on one host.
+
+Start with `Cluster`; its `kv_cache_manager` has the KV-cache functions.
+"""
+
+import logging
+
+from kvlink.cluster import Cluster
+from kvlink.config import ClusterConfig, ClusterInfo
+from kvlink.errors import (
+    CacheNotFoundError,
+    ClosedError,
+    FeatureNotEnabledError,
+    HandshakeError,
+    KVLinkError,
+    LinkError,
+    LinkExistsError,
+    LinkLostError,
+    MismatchError,
+    NotLinkedError,
+    OutOfMemoryError,
+    ParameterError,
+    ParameterTypeError,
+    ParameterValueError,
+    PartialTransferError,
+    ProtocolError,
+    RoleError,
+    StatusCode,
+    TransferTimeoutError,
+)
+from kvlink.geometry import CacheDesc, DataType, Placement, Role
+from kvlink.keys import ABSENT, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from kvlink.kvcache import KvCache
+from kvlink.link import Link
+from kvlink.linkstate import LinkState
+from kvlink.manager import KvCacheManager
+from kvlink.report import BlockFailure, LinkResult, LinkResults, TransferReport
+from kvlink.stats import LinkStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ABSENT",
+    "BlockFailure",
+    "BlocksCacheKey",
+    "CacheDesc",
+    "CacheKey",
+    "CacheKeyByIdAndIndex",
+    "CacheNotFoundError",
+    "ClosedError",
+    "Cluster",
+    "ClusterConfig",
+    "ClusterInfo",
+    "DataType",
+    "FeatureNotEnabledError",
+    "HandshakeError",
+    "KVLinkError",
+    "KvCache",
+    "KvCacheManager",
+    "Link",
+    "LinkError",
+    "LinkExistsError",
+    "LinkLostError",
+    "LinkResult",
+    "LinkResults",
+    "LinkState",
+    "LinkStats",
+    "MismatchError",
+    "NotLinkedError",
+    "OutOfMemoryError",
+    "ParameterError",
+    "ParameterTypeError",
+    "ParameterValueError",
+    "PartialTransferError",
+    "Placement",
+    "ProtocolError",
+    "Role",
+    "RoleError",
+    "StatusCode",
+    "TransferReport",
+    "TransferTimeoutError",
+    "__version__",
+]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -1,0 +1,42 @@
+"""Serving a listener so that it can be closed without losing what it has accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import anyio
+from anyio.abc import Listener, TaskGroup
+
+
+class Acceptor:
+    """A listener and the task that accepts on it.
+
+    Args:
+        listener: owned from now on.
+        serve: awaited in a task of its own for each connection; outlives the acceptor.
+        tasks: parent of all these tasks.
+    """
+
+    def __init__(self, listener: Listener[Any], serve: Callable[[Any], Awaitable[None]], tasks: TaskGroup) -> None:
+        self._listener = listener
+        self._serve = serve
+        self._tasks = tasks
+        self._scope = anyio.CancelScope()
+        self._ended = anyio.Event()
+        tasks.start_soon(self._run)
+
+    async def aclose(self) -> None:
+        """Accept nothing any more; connections that were accepted live on. Idempotent."""
+        self._scope.cancel()
+        await self._ended.wait()
+
+    async def _run(self) -> None:
+        try:
+            with self._scope:
+                await self._listener.serve(self._serve, self._tasks)
+        finally:
+            with anyio.CancelScope(shield=True), suppress(OSError):
+                await self._listener.aclose()
+            self._ended.set()

@@ -1,0 +1,142 @@
+"""Checks of what callers hand in. Pure; each names the argument and the value, before anything has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlink.errors import MismatchError, ParameterError, ParameterTypeError, ParameterValueError
+from kvlink.geometry import CacheGeometry, check_int
+
+Blocks = Sequence[int] | NDArray[np.integer[Any]]
+"""Block numbers: a list, tuple or range of ints, or a 1-D integer array."""
+
+
+def check_blocks(name: str, blocks: Blocks, num_blocks: int, *, is_unique: bool = False) -> list[int]:
+    """Return block numbers as a list of ints in ``0..num_blocks-1``.
+
+    Args:
+        name: the argument, for the error.
+        is_unique: refuse a number that occurs twice: one of two sources would be lost.
+    """
+    if isinstance(blocks, np.ndarray):
+        if blocks.ndim != 1 or (blocks.dtype.kind not in "iu" and blocks.size):
+            raise ParameterTypeError(
+                f"{name} must be a 1-D array of integers, got {blocks.ndim}-D of {blocks.dtype}: {blocks!r}"
+            )
+        numbers: list[int] = blocks.tolist()
+    elif isinstance(blocks, (list, tuple, range)):
+        numbers = list(blocks)
+    else:
+        raise ParameterTypeError(f"{name} must be a list or a 1-D array of block numbers, got {blocks!r}")
+    if not set(map(type, numbers)) <= _INT:
+        numbers = [check_int(f"{name}[{index}]", block, 0, 2**63 - 1) for index, block in enumerate(numbers)]
+    if not numbers:
+        return numbers
+    if min(numbers) < 0 or max(numbers) >= num_blocks:
+        index, block = next((i, b) for i, b in enumerate(numbers) if not 0 <= b < num_blocks)
+        raise ParameterValueError(f"{name}[{index}] is {block}; the cache has blocks 0 to {num_blocks - 1}")
+    if is_unique and len(set(numbers)) != len(numbers):
+        seen: set[int] = set()
+        for block in numbers:
+            if block in seen:
+                raise ParameterValueError(f"{name} has block {block} twice; one of the two sources would be lost")
+            seen.add(block)
+    return numbers
+
+
+_INT = {int}
+
+
+def check_same_length(src_blocks: Sequence[object], dst_blocks: Sequence[object]) -> None:
+    """Refuse lists that do not pair up."""
+    if len(src_blocks) != len(dst_blocks):
+        raise ParameterValueError(
+            f"src_blocks has {len(src_blocks)} blocks and dst_blocks has {len(dst_blocks)}; they must pair up"
+        )
+
+
+class Tensors(NamedTuple):
+    """Tensors ``start..stop-1`` of a cache."""
+
+    start: int
+    stop: int
+
+    @property
+    def num(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+def check_layers(name: str, layers: range | None, num_tensors: int, tensor_num_per_layer: int) -> Tensors:
+    """Return the tensors of a layer range; None or an empty range means all. Source: the spec, section 6.5.
+
+    Args:
+        num_tensors: of the cache that the range is about.
+        tensor_num_per_layer: consecutive tensors that make a layer.
+    """
+    if layers is not None and not isinstance(layers, range):
+        raise ParameterTypeError(f"{name} must be a range of layers or None, got {layers!r}")
+    if not layers:
+        return Tensors(0, num_tensors)
+    if layers.step != 1 or layers.start < 0:
+        raise ParameterValueError(f"{name} must have step 1 and start at 0 or later, got {layers!r}")
+    if num_tensors % tensor_num_per_layer:
+        raise ParameterValueError(
+            f"tensor_num_per_layer is {tensor_num_per_layer} and does not divide the cache's {num_tensors} tensors"
+        )
+    num_layers = num_tensors // tensor_num_per_layer
+    if layers.stop > num_layers:
+        raise ParameterValueError(f"{name} is {layers!r}; the cache has layers 0 to {num_layers - 1}")
+    return Tensors(layers.start * tensor_num_per_layer, layers.stop * tensor_num_per_layer)
+
+
+def check_layer_width(tensor_num_per_layer: object) -> int:
+    """Return a checked `tensor_num_per_layer`."""
+    return check_int("tensor_num_per_layer", tensor_num_per_layer, 1, 2**32 - 1)
+
+
+def check_same_kind(local: CacheGeometry, remote: CacheGeometry, *, is_by_block: bool) -> None:
+    """Refuse to move bytes between caches that mean different things; the error has the field and both values.
+
+    Args:
+        is_by_block: whole blocks are moved, so their sizes must be equal too.
+    """
+    for field, ours, theirs in (
+        ("data type", local.data_type, remote.data_type),
+        ("layout", local.layout, remote.layout),
+        ("bytes of a block", local.slot_nbytes if is_by_block else 0, remote.slot_nbytes if is_by_block else 0),
+    ):
+        if ours != theirs and not (field == "layout" and None in (ours, theirs)):
+            raise MismatchError(f"{field} does not match: our cache has {ours}, the peer's has {theirs}")
+
+
+def check_same_tensors(local: Tensors, remote: Tensors) -> None:
+    """Refuse selections of different numbers of tensors."""
+    if local.num != remote.num:
+        raise MismatchError(
+            f"number of tensors does not match: {local.num} are selected of our cache, {remote.num} of the peer's"
+        )
+
+
+def check_geometry(geometry: CacheGeometry, region_nbytes: dict[int, int], *, peer: int) -> None:
+    """Refuse a peer's description of a cache that points outside of what the peer has shared."""
+    tensor_nbytes = geometry.num_slots * geometry.slot_nbytes
+    if (
+        geometry.num_tensors < 1
+        or geometry.num_slots < 1
+        or geometry.slot_nbytes < 1
+        or sum(run.num_tensors for run in geometry.runs) != geometry.num_tensors
+    ):
+        raise ParameterError(f"cluster {peer} describes an impossible cache: {geometry}", peer=peer)
+    for run in geometry.runs:
+        last = run.offset + (run.num_tensors - 1) * run.stride
+        if (
+            run.num_tensors < 1
+            or min(run.offset, last) < 0
+            or max(run.offset, last) + tensor_nbytes > region_nbytes.get(run.region, 0)
+        ):
+            raise ParameterError(f"cluster {peer} describes a cache outside of its memory: {run}", peer=peer)

@@ -1,0 +1,420 @@
+"""A cluster: one serving process, as seen by the others. Owns every task, thread, socket and byte it uses."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.abc import SocketAttribute, TaskGroup
+
+from kvlink.acceptor import Acceptor
+from kvlink.config import ClusterConfig, ClusterInfo, check_seconds, default_listen, parse_address, parse_nbytes
+from kvlink.copying import Copier
+from kvlink.errors import (
+    ClosedError,
+    KVLinkError,
+    NotLinkedError,
+    ParameterError,
+    ParameterTypeError,
+    ParameterValueError,
+    RoleError,
+    StatusCode,
+    TransferTimeoutError,
+)
+from kvlink.geometry import Role, check_int
+from kvlink.links import LinkTable
+from kvlink.manager import KvCacheManager
+from kvlink.report import LinkResult, LinkResults, failed_result
+from kvlink.serving import CacheServer
+from kvlink.store import CacheStore
+from kvlink.transports.shm import ShmTransport
+from kvlink.wire import Hello
+
+if TYPE_CHECKING:
+    from kvlink.link import Link
+    from kvlink.transports.base import Transport
+
+_HARMLESS_UNLINK = frozenset({StatusCode.LLM_SUCCESS, StatusCode.LLM_NOT_YET_LINK})
+
+
+class Cluster:
+    """One member of a disaggregated deployment: its memory, its links, its KV-cache functions.
+
+    An async context manager: the pool is reserved and the listener opened on entry, everything is given back on exit.
+    Several may live in one process. All methods belong to the event loop that entered it.
+
+    Args:
+        cluster_id: unique among all that will ever link together, below 2**64.
+        role: what it does, see `Role`.
+        pool: size of the memory that caches come from: bytes, or text such as ``"2GiB"``.
+        listen: ``"host:port"`` (port 0: any free one), ``"[v6]:port"`` or ``"unix:/path"``. None: loopback and any free
+            port for PROMPT and MIX, nowhere for DECODER.
+        host_pool: size of a second pool for caches of placement HOST; None for no such pool.
+        config: everything else.
+
+    Raises:
+        ParameterError: an argument is wrong.
+        OutOfMemoryError: on entry, the host cannot reserve the pool.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster_id: int,
+        role: Role,
+        pool: int | str,
+        listen: str | None = None,
+        host_pool: int | str | None = None,
+        config: ClusterConfig | None = None,
+    ) -> None:
+        self.cluster_id = check_int("cluster_id", cluster_id, 0, 2**64 - 1)
+        if not isinstance(role, Role):
+            raise ParameterTypeError(f"role must be a Role, got {role!r}")
+        if config is not None and not isinstance(config, ClusterConfig):
+            raise ParameterTypeError(f"config must be a ClusterConfig, got {config!r}")
+        self._role = role
+        self._pool_nbytes = parse_nbytes(pool, "pool")
+        self._host_pool_nbytes = 0 if host_pool is None else parse_nbytes(host_pool, "host_pool")
+        self._listen = default_listen(role) if listen is None else listen
+        if self._listen is not None:
+            parse_address(self._listen)
+        self.config = config or ClusterConfig()
+        self.incarnation = secrets.token_bytes(16)
+        self._address: str | None = None
+        self._tasks: TaskGroup | None = None
+        self._store: CacheStore | None = None
+        self._links: LinkTable | None = None
+        self._manager: KvCacheManager | None = None
+        self._copier: Copier | None = None
+        self._transports: list[Transport] = []
+        self._acceptor: Acceptor | None = None
+        self._is_closed = False
+        self._closing: anyio.Event | None = None
+
+    @property
+    def role(self) -> Role:
+        """What the cluster does now."""
+        return self._role
+
+    @property
+    def address(self) -> str:
+        """Where peers dial it: the ``address`` of their `ClusterInfo`.
+
+        Raises:
+            NotLinkedError: it does not listen.
+            ClosedError: it was not entered, or is closed.
+        """
+        self._check_open()
+        if self._address is None:
+            raise NotLinkedError(f"cluster {self.cluster_id} ({self._role.name}) does not listen; give it `listen`")
+        return self._address
+
+    @property
+    def kv_cache_manager(self) -> KvCacheManager:
+        """The KV-cache functions. Raises `ClosedError` outside of the context."""
+        self._check_open()
+        assert self._manager is not None
+        return self._manager
+
+    @property
+    def links(self) -> Iterator[Link]:
+        """The links there are now, each with its state, transport, reason and statistics."""
+        return iter(self._open_links())
+
+    async def __aenter__(self) -> Cluster:
+        if self._tasks is not None or self._is_closed:
+            raise ClosedError("a Cluster is entered once; make a new one")
+        config = self.config
+        store = await anyio.to_thread.run_sync(
+            CacheStore.create, self._pool_nbytes, self._host_pool_nbytes, config.max_caches
+        )
+        tasks = anyio.create_task_group()
+        await tasks.__aenter__()
+        self._tasks, self._store = tasks, store
+        try:
+            self._copier = Copier(
+                num_threads=config.num_copy_threads,
+                inline_nbytes=config.inline_nbytes,
+                chunk_nbytes=config.chunk_nbytes,
+            )
+            self._transports = [
+                ShmTransport(store.memory, self._copier, handshake_timeout_s=config.handshake_timeout_s)
+            ]
+            for transport in self._transports:
+                await transport.start(tasks)
+            server = CacheServer(store)
+            self._links = LinkTable(
+                self._hello,
+                self._transports,
+                config,
+                tasks,
+                on_message=server.on_message,
+                on_opened=lambda link: None,
+                on_closed=server.on_closed,
+            )
+            self._manager = KvCacheManager(store, self._links, config, lambda: self._role)
+            await self._open_listener()
+            tasks.start_soon(self._tick)
+        except BaseException as exc:
+            await self.aclose()
+            await tasks.__aexit__(type(exc), exc, exc.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._tasks is not None
+        try:
+            await self.aclose()
+        finally:
+            self._tasks.cancel_scope.cancel()
+            # What the body raised passes through unwrapped: our tasks never fail, so there is nothing to add to it.
+            await self._tasks.__aexit__(None, None, None)
+        return None
+
+    async def aclose(self) -> None:
+        """Close in good order: links say goodbye, what is in flight may end, within `close_timeout_s`. Idempotent.
+
+        Views on caches stay valid. Safe to call from several tasks at once; each returns when all is closed.
+        """
+        if self._closing is not None:
+            await self._closing.wait()
+            return
+        self._closing = anyio.Event()
+        self._is_closed = True
+        try:
+            with anyio.CancelScope(shield=True):
+                if self._acceptor is not None:
+                    await self._acceptor.aclose()
+                if self._links is not None:
+                    await self._links.close_all("the cluster is closing", timeout_s=self.config.close_timeout_s)
+                for transport in self._transports:
+                    await transport.aclose()
+        finally:
+            self._release()
+            self._closing.set()
+
+    def abort(self) -> None:
+        """Close now: nothing is said to anyone, what is in flight fails. Idempotent; leave the context afterwards."""
+        self._is_closed = True
+        if self._links is not None:
+            self._links.abort_all("the cluster was aborted")
+        self._release()
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+
+    def _release(self) -> None:
+        if self._links is not None:
+            self._links.abort_all("the cluster is closed")
+        if self._copier is not None:
+            self._copier.close()
+        if self._store is not None:
+            self._store.close()
+        if self._listen is not None and self._address is not None:
+            path = parse_address(self._listen).path
+            if path:
+                with suppress(OSError):
+                    os.unlink(path)
+            self._address = None
+
+    async def link_clusters(self, clusters: Sequence[ClusterInfo], *, timeout_s: float | None = None) -> LinkResults:
+        """Link to peers, all at once; never raises for what a peer does.
+
+        Clusters of one call do not wait for each other and do not abort each other; those that succeeded stay linked.
+        A peer that is linked already is `LLM_ALREADY_LINK`, the same cluster twice is `LLM_REPEAT_REQUEST`; neither
+        makes the call a failure. DECODER and MIX only.
+
+        Args:
+            clusters: whom, at most `ClusterConfig.max_clusters_per_call`.
+            timeout_s: deadline for all of them; None for `ClusterConfig.link_timeout_s`.
+
+        Returns:
+            The pair ``(status, results)``; ``raise_for_status()`` turns a failure into an exception.
+
+        Cancellation: stops waiting; an attempt that somebody else waits for goes on.
+
+        Source: the spec, section 4.2.
+        """
+        links = self._open_links()
+        timeout_s = self.config.link_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        refusal = self._refuse_link_call("link_clusters", clusters)
+        if refusal is not None:
+            return LinkResults.refused(refusal)
+        results: list[LinkResult | None] = [None] * len(clusters)
+        seen: set[int] = set()
+        room = self.config.max_links - len(links)
+        if len({info.cluster_id for info in clusters} - {link.peer for link in links}) > room:
+            error = ParameterError(f"only {room} more links are allowed, see ClusterConfig.max_links")
+            return LinkResults(error.status, tuple(LinkResult.failed(info.cluster_id, error) for info in clusters))
+
+        async def link(index: int, info: ClusterInfo) -> None:
+            results[index] = await links.link(info, timeout_s=timeout_s)
+
+        async with anyio.create_task_group() as tasks:
+            for index, info in enumerate(clusters):
+                if info.cluster_id in seen:
+                    results[index] = failed_result(
+                        info.cluster_id, StatusCode.LLM_REPEAT_REQUEST, f"cluster {info.cluster_id} is listed twice"
+                    )
+                    continue
+                seen.add(info.cluster_id)
+                tasks.start_soon(link, index, info)
+        finished = tuple(result for result in results if result is not None)
+        is_ok = all(result.is_ok for result in finished)
+        return LinkResults(StatusCode.LLM_SUCCESS if is_ok else StatusCode.LLM_LINK_FAILED, finished)
+
+    async def unlink_clusters(
+        self, clusters: Sequence[ClusterInfo | int], *, timeout_s: float | None = None, force: bool = False
+    ) -> LinkResults:
+        """End links, all at once; never raises for what a peer does.
+
+        In good order: operations in flight may end, then the peer is told and drops its half. A peer that cannot be
+        told is `LLM_NOTIFY_PROMPT_UNLINK_FAILED`: our half is gone in any case. One that is not linked is
+        `LLM_NOT_YET_LINK`, which does not make the call a failure.
+
+        Args:
+            clusters: cluster ids, or the `ClusterInfo` that they were linked with.
+            timeout_s: deadline for all of them; None for `ClusterConfig.link_timeout_s`.
+            force: say nothing, drop our half now.
+
+        Source: the spec, section 4.2.
+        """
+        links = self._open_links()
+        timeout_s = self.config.link_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        refusal = self._refuse_list("unlink_clusters", clusters)
+        if refusal is not None:
+            return LinkResults.refused(refusal)
+        peers = [
+            cluster.cluster_id if isinstance(cluster, ClusterInfo) else check_int("cluster id", cluster, 0, 2**64 - 1)
+            for cluster in clusters
+        ]
+        results: dict[int, LinkResult] = {}
+
+        async def unlink(peer: int) -> None:
+            results[peer] = await links.unlink(peer, timeout_s=timeout_s, force=force)
+
+        async with anyio.create_task_group() as tasks:
+            for peer in set(peers):
+                tasks.start_soon(unlink, peer)
+        is_ok = all(result.status in _HARMLESS_UNLINK for result in results.values())
+        status = StatusCode.LLM_SUCCESS if is_ok else StatusCode.LLM_UNLINK_FAILED
+        return LinkResults(status, tuple(results[peer] for peer in peers))
+
+    async def check_link_status(self, clusters: int | Sequence[int], *, timeout_s: float | None = None) -> LinkResults:
+        """Ask peers for a sign of life over their links, all at once. DECODER and MIX only.
+
+        Args:
+            clusters: one cluster id, or several.
+            timeout_s: deadline for all of them; None for `ClusterConfig.link_timeout_s`.
+
+        Returns:
+            Per cluster `LLM_SUCCESS`, `LLM_NOT_YET_LINK` or `LLM_WAIT_PROCESS_TIMEOUT`. A failure leaves the link as
+            it is. The call's own status is the first failure.
+
+        Raises:
+            RoleError: this cluster is a PROMPT.
+
+        Source: the spec, section 4.2.
+        """
+        links = self._open_links()
+        if self._role is Role.PROMPT:
+            raise RoleError("check_link_status is for DECODER and MIX; this cluster is PROMPT")
+        timeout_s = self.config.link_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        asked = [clusters] if isinstance(clusters, int) else list(clusters)
+        peers = [check_int("cluster id", peer, 0, 2**64 - 1) for peer in asked]
+        results: dict[int, LinkResult] = {}
+
+        async def probe(peer: int) -> None:
+            try:
+                with anyio.move_on_after(timeout_s):
+                    await links.open_link(peer).ping()
+                    results[peer] = LinkResult(peer, StatusCode.LLM_SUCCESS)
+                    return
+                raise TransferTimeoutError(f"cluster {peer} did not answer within {timeout_s} s", peer=peer)
+            except KVLinkError as exc:
+                results[peer] = LinkResult.failed(peer, exc)
+
+        async with anyio.create_task_group() as tasks:
+            for peer in set(peers):
+                tasks.start_soon(probe, peer)
+        finished = tuple(results[peer] for peer in peers)
+        failures = [result.status for result in finished if not result.is_ok]
+        return LinkResults(failures[0] if failures else StatusCode.LLM_SUCCESS, finished)
+
+    def _refuse_link_call(self, call: str, clusters: object) -> KVLinkError | None:
+        if self._role is Role.PROMPT:
+            return RoleError(f"{call} is for DECODER and MIX; this cluster is PROMPT, its peers dial it")
+        refusal = self._refuse_list(call, clusters)
+        if refusal is None and isinstance(clusters, Sequence):
+            for info in clusters:
+                if not isinstance(info, ClusterInfo):
+                    return ParameterTypeError(f"{call} takes a list of ClusterInfo, got {info!r} in it")
+        return refusal
+
+    def _refuse_list(self, call: str, clusters: object) -> KVLinkError | None:
+        limit = self.config.max_clusters_per_call
+        if not isinstance(clusters, (list, tuple)):
+            return ParameterTypeError(f"{call} takes a list, got {clusters!r}")
+        if not clusters:
+            return ParameterValueError(f"{call} takes at least one cluster")
+        if len(clusters) > limit:
+            message = f"{call} takes at most {limit} clusters, got {len(clusters)}"
+            return KVLinkError(message, status=StatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT)
+        return None
+
+    def _open_links(self) -> LinkTable:
+        self._check_open()
+        assert self._links is not None
+        return self._links
+
+    def _check_open(self) -> None:
+        if self._store is None or self._is_closed:
+            raise ClosedError("the cluster is closed, or was not entered: use `async with Cluster(...)`")
+        self._store.check_usable()
+
+    def _hello(self) -> Hello:
+        return Hello(
+            cluster_id=self.cluster_id,
+            incarnation=self.incarnation,
+            role=self._role,
+            transports=tuple(transport.name for transport in self._transports),
+        )
+
+    async def _open_listener(self) -> None:
+        if self._listen is None:
+            return
+        assert self._tasks is not None
+        assert self._links is not None
+        address = parse_address(self._listen)
+        listener: anyio.abc.Listener[anyio.abc.SocketStream]
+        if address.path:
+            listener = await anyio.create_unix_listener(address.path)
+            self._address = str(address)
+        else:
+            listener = await anyio.create_tcp_listener(local_host=address.host, local_port=address.port)
+            local = listener.extra(SocketAttribute.local_address)
+            assert isinstance(local, tuple)
+            host, port = str(local[0]), int(local[1])
+            self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._acceptor = Acceptor(listener, self._links.accept, self._tasks)
+
+    async def _tick(self) -> None:
+        """Heartbeats, leases that ran out, memory whose views have died: a few times within the liveness limit."""
+        assert self._links is not None
+        assert self._store is not None
+        while True:
+            await anyio.sleep(self.config.liveness_s / 4)
+            now = anyio.current_time()
+            self._links.beat(now)
+            self._store.leases.expire(now)
+            self._store.collect()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "new" if self._store is None else "open"
+        return f"<Cluster {self.cluster_id} {self._role.name} {state}>"

@@ -1,0 +1,175 @@
+"""Settings: one frozen value per cluster, checked when it is made. The only module that reads the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+from kvlink.errors import ParameterTypeError, ParameterValueError
+from kvlink.geometry import Role, check_int
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)?\s*", re.IGNORECASE)
+_UNITS: Final = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_nbytes(size: int | str, name: str = "size") -> int:
+    """Return a size in bytes from an int or from text such as ``"2GiB"`` (1024s) or ``"500 MB"`` (1000s)."""
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            raise ParameterValueError(f"{name} must be a number of bytes such as 1073741824 or '1GiB', got {size!r}")
+        size = int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
+    return check_int(name, size, 1, 2**62)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterInfo:
+    """Whom to link to.
+
+    Args:
+        cluster_id: the peer's id; the peer must prove to be it.
+        address: what the peer prints as `Cluster.address`: ``"host:port"``, ``"[::1]:port"`` or ``"unix:/path"``.
+    """
+
+    cluster_id: int
+    address: str
+
+    def __post_init__(self) -> None:
+        check_int("cluster_id", self.cluster_id, 0, 2**64 - 1)
+        parse_address(self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A parsed address: TCP (`host`, `port`) or a Unix socket (`path`)."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: object) -> Address:
+    """Return the address that ``"host:port"``, ``"[v6]:port"`` or ``"unix:/path"`` names."""
+    if not isinstance(text, str):
+        raise ParameterTypeError(f"an address is text such as '127.0.0.1:7000', got {text!r}")
+    if text.startswith("unix:"):
+        if len(text) == len("unix:"):
+            raise ParameterValueError("a Unix address needs a path: 'unix:/run/kvlink.sock'")
+        return Address(path=text[len("unix:") :])
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ParameterValueError(f"an IPv6 address is written in brackets, '[{host}]:{port}'; got {text!r}")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ParameterValueError(f"an address is 'host:port', '[v6]:port' or 'unix:/path'; got {text!r}")
+    return Address(host=host, port=int(port))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """How a cluster behaves. Every field has a default that suits one host and a small deployment.
+
+    Args:
+        operation_timeout_s: deadline of a pull, push or look-up that was given none. 30 s moves 30 GiB at 1 GiB/s,
+            and is short enough for a request to be retried elsewhere.
+        link_timeout_s: deadline of linking and unlinking that were given none; 3 s as in the spec.
+        handshake_timeout_s: a connection that has not said who it is by then is closed.
+        liveness_s: a silent peer on another host counts as dead after this. On one host the kernel tells at once.
+        close_timeout_s: how long closing waits for what is in flight and for the goodbye to be sent.
+        inline_nbytes: a transfer up to this size is copied on the event loop: 256 KiB take about 50 us, less than
+            handing it to a thread and being woken.
+        chunk_nbytes: piece that a copy thread moves between two looks for cancellation: 4 MiB take about 0.5 ms.
+        copy_threads: threads that copy; 0 means one per core, at most 4, where memory bandwidth is exhausted.
+        max_caches: caches and tickets that can live at once; each costs 8 bytes.
+        max_frame_nbytes: largest control message accepted from a peer that has said who it is.
+        max_links: links at once; 512 as in the spec.
+        max_clusters_per_call: clusters in one link or unlink call; 16 as in the spec.
+    """
+
+    operation_timeout_s: float = 30.0
+    link_timeout_s: float = 3.0
+    handshake_timeout_s: float = 5.0
+    liveness_s: float = 5.0
+    close_timeout_s: float = 2.0
+    inline_nbytes: int = 256 * 1024
+    chunk_nbytes: int = 4 * 1024 * 1024
+    copy_threads: int = 0
+    max_caches: int = 65536
+    max_frame_nbytes: int = 8 * 1024 * 1024
+    max_links: int = 512
+    max_clusters_per_call: int = 16
+
+    def __post_init__(self) -> None:
+        for name in (
+            "operation_timeout_s",
+            "link_timeout_s",
+            "handshake_timeout_s",
+            "liveness_s",
+            "close_timeout_s",
+        ):
+            check_seconds(name, getattr(self, name))
+        for name, lowest, highest in (
+            ("inline_nbytes", 0, 2**40),
+            ("chunk_nbytes", 4096, 2**40),
+            ("copy_threads", 0, 256),
+            ("max_caches", 1, 2**24),
+            ("max_frame_nbytes", 65536, 2**30),
+            ("max_links", 1, 2**20),
+            ("max_clusters_per_call", 1, 2**20),
+        ):
+            check_int(name, getattr(self, name), lowest, highest)
+
+    @property
+    def num_copy_threads(self) -> int:
+        """How many copy threads that is on this machine."""
+        return self.copy_threads or max(1, min(4, len(os.sched_getaffinity(0))))
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> ClusterConfig:
+        """Return the defaults, overridden by variables such as ``KVLINK_OPERATION_TIMEOUT_S``; others are ignored."""
+        environ = os.environ if environ is None else environ
+        config = cls()
+        for field in fields(cls):
+            variable = f"KVLINK_{field.name.upper()}"
+            if variable not in environ:
+                continue
+            text = environ[variable]
+            try:
+                value = float(text) if field.name.endswith("_s") else int(text)
+            except ValueError:
+                raise ParameterValueError(f"{variable} must be a number, got {text!r}") from None
+            config = replace(config, **{field.name: value})  # type: ignore[arg-type]  # checked by __post_init__
+        return config
+
+
+def check_seconds(name: str, value: object) -> float:
+    """Return a duration in seconds; refuse what is not a positive finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ParameterTypeError(f"{name} must be a number of seconds, got {value!r}")
+    if not 0 < value < 10**9:
+        raise ParameterValueError(f"{name} must be positive and finite, got {value!r}")
+    return float(value)
+
+
+def default_listen(role: Role) -> str | None:
+    """Return where a role listens unless told otherwise: loopback, any free port; a DECODER only dials."""
+    return None if role is Role.DECODER else "127.0.0.1:0"

@@ -1,0 +1,232 @@
+"""Strided copies between two mappings: inline when small, on a few threads, in chunks, when large.
+
+A `Copy` is rows of equal length at a constant stride on either side, so it is one numpy assignment: one memcpy per row,
+no temporary, no Python loop over rows, and the GIL released meanwhile. Larger work is cut into chunks of about
+`chunk_nbytes`. Threads take one chunk from the job at the head of the queue and put the job back at the tail, so that
+jobs share the threads by bytes, a small job waits for one chunk of each other job at most, and a cancelled job stops
+within one chunk.
+
+Quiet: `Copier.run` returns or raises only when no thread touches the job's memory any more. Cancellation waits, under a
+shield, for the chunks in the threads' hands.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final, NamedTuple
+
+import anyio
+import numpy as np
+
+from kvlink.errors import ClosedError
+from kvlink.loops import CallSoon, current_call_soon
+from kvlink.pool import Bytes, populate
+
+_PREFAULT_NBYTES: Final = 32 * 1024 * 1024
+"""Pages entered between two looks at the queue: about 3 ms."""
+
+
+class Copy(NamedTuple):
+    """`num_rows` rows of `nbytes` from `source` to `target`; row k lies k strides after the offset. All in bytes."""
+
+    target: Bytes
+    target_offset: int
+    target_stride: int
+    source: Bytes
+    source_offset: int
+    source_stride: int
+    nbytes: int
+    num_rows: int
+
+
+def copy_now(copies: Sequence[Copy]) -> None:
+    """Do the copies in this thread.
+
+    Raises:
+        ValueError: a row lies outside its memory; rows before it may have been copied.
+    """
+    for target, target_offset, target_stride, source, source_offset, source_stride, nbytes, count in copies:
+        if count == 1:
+            # A quarter of the cost of building two arrays; but slices that are cut short could match, so look first.
+            if target_offset + nbytes > len(target) or source_offset + nbytes > len(source):
+                raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
+            target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]
+        else:
+            shape = (count, nbytes)
+            np.ndarray(shape, np.uint8, target, target_offset, (target_stride, 1))[...] = np.ndarray(
+                shape, np.uint8, source, source_offset, (source_stride, 1)
+            )
+
+
+def cut(copies: Sequence[Copy], chunk_nbytes: int) -> Iterator[list[Copy]]:
+    """Yield the same work in lists of about `chunk_nbytes`: small copies together, large ones by rows, then columns."""
+    batch: list[Copy] = []
+    batch_nbytes = 0
+    for copy in copies:
+        nbytes = copy.nbytes * copy.num_rows
+        if batch_nbytes and batch_nbytes + nbytes > chunk_nbytes:
+            yield batch
+            batch, batch_nbytes = [], 0
+        if nbytes <= chunk_nbytes:
+            batch.append(copy)
+            batch_nbytes += nbytes
+        elif copy.nbytes > chunk_nbytes:
+            for row in range(copy.num_rows):
+                for start in range(0, copy.nbytes, chunk_nbytes):
+                    yield [_part(copy, row, 1, start, min(chunk_nbytes, copy.nbytes - start))]
+        else:
+            step = chunk_nbytes // copy.nbytes
+            for row in range(0, copy.num_rows, step):
+                yield [_part(copy, row, min(step, copy.num_rows - row), 0, copy.nbytes)]
+    if batch:
+        yield batch
+
+
+def _part(copy: Copy, row: int, count: int, start: int, nbytes: int) -> Copy:
+    return copy._replace(
+        target_offset=copy.target_offset + row * copy.target_stride + start,
+        source_offset=copy.source_offset + row * copy.source_stride + start,
+        nbytes=nbytes,
+        num_rows=count,
+    )
+
+
+class _Job:
+    """One large piece of work on its way through the threads. All fields are guarded by the copier's condition."""
+
+    __slots__ = ("chunks", "error", "finish", "has_no_more", "num_taken")
+
+    def __init__(self, chunks: Iterator[Callable[[], None]], finish: Callable[[], None]) -> None:
+        self.chunks = chunks
+        self.finish = finish
+        self.num_taken = 0
+        self.has_no_more = False
+        self.error: BaseException | None = None
+
+
+class Copier:
+    """The copy threads of one cluster, started with the first large copy.
+
+    Args:
+        num_threads: threads that copy at the same time.
+        inline_nbytes: work up to this size is done by the caller, on the event loop.
+        chunk_nbytes: work is cut into pieces of about this size.
+    """
+
+    def __init__(self, *, num_threads: int, inline_nbytes: int, chunk_nbytes: int) -> None:
+        self.inline_nbytes = inline_nbytes
+        self._chunk_nbytes = chunk_nbytes
+        self._num_threads = num_threads
+        self._condition = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+
+    async def run(self, copies: Sequence[Copy], nbytes: int) -> None:
+        """Do `copies`, `nbytes` in all; return when every byte is in place.
+
+        Cancellation: stops within a chunk per thread and waits for it; the target's contents are then undefined.
+
+        Raises:
+            ValueError: a row lies outside its memory.
+            ClosedError: the copier is closed.
+        """
+        if nbytes <= self.inline_nbytes:
+            copy_now(copies)
+            return
+        done = anyio.Event()
+        chunks = (partial(copy_now, chunk) for chunk in cut(copies, self._chunk_nbytes))
+        job = _Job(chunks, partial(_call, current_call_soon(), done.set))
+        if not self._submit(job):
+            raise ClosedError("the cluster is closed; nothing is copied any more")
+        try:
+            await done.wait()
+        except BaseException:
+            with self._condition:
+                job.has_no_more = True
+                if job in self._jobs:
+                    self._jobs.remove(job)
+                is_taken = job.num_taken > 0
+            if is_taken:
+                with anyio.CancelScope(shield=True):
+                    await done.wait()
+            raise
+        if job.error is not None:
+            raise job.error
+
+    def prefault(self, memory: Bytes, *, for_writing: bool) -> None:
+        """Enter the pages of `memory` into the page table, in the background, giving way to copies. Returns at once."""
+        step = _PREFAULT_NBYTES
+        chunks = (
+            partial(populate, memory[start : start + step], for_writing=for_writing)
+            for start in range(0, len(memory), step)
+        )
+        self._submit(_Job(chunks, lambda: None))
+
+    def close(self) -> None:
+        """End the threads: each finishes the chunk in its hands. Waits for them, a few ms. Idempotent."""
+        with self._condition:
+            self._is_closed = True
+            for job in self._jobs:
+                job.has_no_more = True
+                job.error = ClosedError("the cluster was closed during the copy")
+                if job.num_taken == 0:
+                    job.finish()
+            self._jobs.clear()
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _work(self) -> None:
+        condition = self._condition
+        while True:
+            with condition:
+                while not self._jobs:
+                    if self._is_closed:
+                        return
+                    condition.wait()
+                job = self._jobs.popleft()
+                chunk = next(job.chunks, None)
+                if chunk is None:
+                    job.has_no_more = True
+                    if job.num_taken == 0:
+                        job.finish()
+                    continue
+                job.num_taken += 1
+                self._jobs.append(job)
+            error: BaseException | None = None
+            try:
+                chunk()
+            except Exception as exc:  # handed to the caller, whose request it was
+                error = exc
+            with condition:
+                job.num_taken -= 1
+                if error is not None:
+                    job.error = job.error or error
+                    job.has_no_more = True
+                    if job in self._jobs:
+                        self._jobs.remove(job)
+                if job.has_no_more and job.num_taken == 0:
+                    job.finish()
+
+    def _submit(self, job: _Job) -> bool:
+        with self._condition:
+            if self._is_closed:
+                return False
+            while len(self._threads) < self._num_threads:
+                thread = threading.Thread(target=self._work, name="kvlink-copy", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._jobs.append(job)
+            self._condition.notify_all()
+        return True
+
+
+def _call(call_soon: CallSoon, function: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop has been closed: nobody waits
+        call_soon(function)

@@ -1,0 +1,227 @@
+"""The first messages of a connection, from both sides.
+
+::
+
+    dialler                               acceptor
+      Hello(expects=B)      ------------>   checks versions, ids, room
+                            <------------   Hello(offer of its transports), or Refuse
+      checks id, version
+      attaches a transport  <~~~~~~~~~~~>   (shm: descriptors over a Unix socket)
+      Ready(transport, why) ------------>   takes its side of the transport
+                            <------------   Ready
+
+Whoever finds a mismatch sends `Refuse` with the field and both values and raises the same text, so that both sides
+fail, and both say why. The checks are plain functions of the two hellos.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import anyio
+from anyio.abc import ByteStream
+
+from kvlink.errors import HandshakeError, LinkError, ProtocolError, StatusCode, error_for
+from kvlink.transports.base import Endpoint, Offer, Transport
+from kvlink.wire import FrameDecoder, Hello, Message, Ready, Refuse, encode
+
+_M = TypeVar("_M", Hello, Ready)
+
+CROSSED = "crossed"
+"""The field of a `Refuse` that means: I am dialling you at this moment, and my connection is the one that stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """What a handshake leaves behind: an open conversation with a known peer, and a transport between the two."""
+
+    stream: ByteStream
+    decoder: FrameDecoder
+    hello: Hello
+    endpoint: Endpoint
+    reason: str
+
+
+class RefusedError(HandshakeError):
+    """One side refuses the handshake because of `field`."""
+
+    def __init__(self, message: str, *, field: str, status: StatusCode | None = None, peer: int | None = None) -> None:
+        super().__init__(message, status=status, peer=peer, phase="hello")
+        self.field = field
+
+
+def check_hello(ours: Hello, theirs: Hello, *, whom: str, expects: int | None) -> None:
+    """Refuse a peer that speaks another protocol or is somebody else.
+
+    Args:
+        whom: how to name the peer in errors: its address, or where it came from.
+        expects: the cluster id that we dialled; None on the accepting side.
+    """
+    if theirs.version != ours.version:
+        raise _mismatch(whom, "protocol version", ours.version, theirs.version)
+    if theirs.incarnation == ours.incarnation:
+        raise RefusedError(f"{whom} is this very cluster {ours.cluster_id}; link to another one", field="incarnation")
+    if expects is not None and theirs.cluster_id != expects:
+        raise _mismatch(whom, "cluster id", f"{expects} (dialled)", f"{theirs.cluster_id} (it answered)")
+    if theirs.expects is not None and theirs.expects != ours.cluster_id:
+        raise _mismatch(whom, "cluster id", f"{ours.cluster_id} (it reached)", f"{theirs.expects} (it dialled)")
+    if theirs.cluster_id == ours.cluster_id:
+        raise RefusedError(
+            f"{whom} also calls itself cluster {ours.cluster_id}; cluster ids must differ", field="cluster id"
+        )
+
+
+def _mismatch(whom: str, field: str, ours: object, theirs: object) -> RefusedError:
+    return RefusedError(f"{whom}: {field} does not match: ours is {ours}, theirs is {theirs}", field=field)
+
+
+async def greet_as_dialler(
+    stream: ByteStream, ours: Hello, transports: Sequence[Transport], *, whom: str, expects: int
+) -> Greeted:
+    """Run the dialling side. The stream is the caller's to close when this fails.
+
+    Raises:
+        HandshakeError: a mismatch, found here or there.
+        LinkError: the peer hung up, or no transport reaches it.
+    """
+    talk = _Conversation(stream, whom)
+    async with talk:
+        await talk.send(ours)
+        hello = await talk.receive(Hello)
+        check_hello(ours, hello, whom=whom, expects=expects)
+        endpoint, reason = await _attach(transports, hello, whom)
+        try:
+            await talk.send(Ready(transport=endpoint.name, reason=reason))
+            await talk.receive(Ready)
+        except BaseException:
+            endpoint.abort()
+            with anyio.CancelScope(shield=True):
+                await endpoint.aclose()
+            raise
+    return Greeted(stream, talk.decoder, hello, endpoint, reason)
+
+
+async def greet_as_acceptor(
+    stream: ByteStream,
+    ours: Hello,
+    transports: Sequence[Transport],
+    *,
+    whom: str,
+    admit: Callable[[Hello], None],
+    settle: Callable[[Hello], Awaitable[None]],
+) -> Greeted:
+    """Run the accepting side. The stream is the caller's to close when this fails.
+
+    Args:
+        admit: raises `RefusedError` for a peer that may not link now.
+        settle: awaited with the peer's hello before ours is sent: the last look at an older link of that peer.
+    """
+    talk = _Conversation(stream, whom)
+    offers = {transport.name: (transport, transport.offer()) for transport in transports}
+    try:
+        async with talk:
+            hello = await talk.receive(Hello)
+            check_hello(ours, hello, whom=whom, expects=None)
+            admit(hello)
+            await settle(hello)
+            await talk.send(_with_offers(ours, {name: offer for name, (_, offer) in offers.items()}))
+            ready = await talk.receive(Ready)
+            transport, offer = offers.get(ready.transport, (None, None))
+            if transport is None or offer is None:
+                raise RefusedError(
+                    f"{whom} chose a transport {ready.transport!r} that was not offered", field="transport"
+                )
+            endpoint = await transport.accept(offer)
+            try:
+                await talk.send(Ready(transport=endpoint.name))
+            except BaseException:
+                endpoint.abort()
+                with anyio.CancelScope(shield=True):
+                    await endpoint.aclose()
+                raise
+    finally:
+        for transport, offer in offers.values():
+            if offer is not None:
+                transport.withdraw(offer)
+    return Greeted(stream, talk.decoder, hello, endpoint, ready.reason)
+
+
+def _with_offers(ours: Hello, offers: dict[str, Offer | None]) -> Hello:
+    shm = offers.get("shm")
+    return Hello(
+        cluster_id=ours.cluster_id,
+        incarnation=ours.incarnation,
+        role=ours.role,
+        transports=tuple(name for name, offer in offers.items() if offer is not None),
+        descriptor_address=shm.address if shm else None,
+        descriptor_token=shm.token if shm else b"",
+    )
+
+
+async def _attach(transports: Sequence[Transport], hello: Hello, whom: str) -> tuple[Endpoint, str]:
+    """Return the first transport that reaches the peer, and why no earlier one does."""
+    reasons: list[str] = []
+    for transport in transports:
+        if transport.name not in hello.transports:
+            reasons.append(f"{transport.name}: the peer does not offer it")
+            continue
+        try:
+            endpoint = await transport.dial(Offer(hello.descriptor_address or "", hello.descriptor_token))
+        except LinkError as exc:
+            reasons.append(f"{transport.name}: {exc}")
+            continue
+        return endpoint, "; ".join([*reasons, f"{transport.name} reaches the peer"])
+    raise RefusedError(f"no transport reaches {whom}: {'; '.join(reasons) or 'none is configured'}", field="transport")
+
+
+class _Conversation:
+    """Messages one at a time, while nobody reads in the background yet. Leaving it with a refusal tells the peer."""
+
+    def __init__(self, stream: ByteStream, whom: str) -> None:
+        self.decoder = FrameDecoder()
+        self._stream = stream
+        self._whom = whom
+
+    async def __aenter__(self) -> _Conversation:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        refusal = error if isinstance(error, RefusedError) and not isinstance(error, _ToldError) else None
+        if refusal is None and not isinstance(error, ProtocolError):
+            return
+        status = StatusCode.LLM_LINK_FAILED if refusal is None else refusal.status
+        field = "message" if refusal is None else refusal.field
+        with anyio.move_on_after(0.5):
+            with suppress(LinkError):  # it has gone already
+                await self.send(Refuse(status=status, field=field, text=str(error)[:1000]))
+
+    async def send(self, message: Message) -> None:
+        try:
+            await self._stream.send(encode(message))
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
+            raise LinkError(f"{self._whom} hung up during the handshake", phase="hello") from exc
+
+    async def receive(self, kind: type[_M]) -> _M:
+        """Return the next message, which must be of `kind`; its bytes are the last that are read."""
+        while True:
+            for message in self.decoder.messages():
+                if isinstance(message, kind):
+                    return message
+                if isinstance(message, Refuse):
+                    cause = error_for(message.status, "")
+                    raise _ToldError(f"{self._whom} refuses: {message.text}", field=message.field, status=cause.status)
+                raise ProtocolError(f"{self._whom} sent {type(message).__name__} where {kind.__name__} was due")
+            try:
+                received = await self._stream.receive()
+            except anyio.EndOfStream as exc:
+                raise LinkError(f"{self._whom} closed the connection during the handshake", phase="hello") from exc
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
+                raise LinkError(f"{self._whom} hung up during the handshake", phase="hello") from exc
+            self.decoder.extend(received)
+
+
+class _ToldError(RefusedError):
+    """The peer has refused us; it need not be told."""

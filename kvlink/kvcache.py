@@ -1,0 +1,113 @@
+"""The user's handle on a cache."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from kvlink.caches import CacheEntry
+from kvlink.checks import Blocks, check_blocks
+from kvlink.errors import CacheNotFoundError
+from kvlink.geometry import CacheDesc
+
+if TYPE_CHECKING:
+    from kvlink.store import CacheStore
+
+
+class KvCache:
+    """A cache of this cluster. Made by the manager's ``allocate_*`` and ``register_*``, never by hand.
+
+    Ownership: the cache lives until `KvCacheManager.deallocate_cache`, and on until its bound keys are released. A
+    handle that is garbage-collected before gives the cache back, with a `ResourceWarning`. Views outlive everything:
+    the memory behind a view is used for nothing else while the view lives.
+
+    Attributes:
+        cache_id: by which peers may address it (`CacheKeyByIdAndIndex`).
+        desc: shape, data type and placement.
+        is_blocks: whether dimension 0 is blocks (paged) rather than slots.
+    """
+
+    def __init__(
+        self, store: CacheStore, entry: CacheEntry, tensors: tuple[NDArray[Any], ...], forgotten: deque[int]
+    ) -> None:
+        self.cache_id = entry.cache_id
+        self.desc = entry.desc
+        self.is_blocks = entry.geometry.is_blocks
+        self.store = store
+        self._entry = entry
+        self._tensors = tensors
+        self._finalizer = weakref.finalize(self, _forget, forgotten, entry.cache_id)
+        self._finalizer.atexit = False
+
+    @property
+    def cache_desc(self) -> CacheDesc:
+        """The spec's name of `desc`."""
+        return self.desc
+
+    @property
+    def tensors(self) -> tuple[NDArray[Any], ...]:
+        """Views on the tensors, each of shape ``desc.shape``; no copies. Empty after `deallocate_cache`.
+
+        The dtype is ``desc.data_type.numpy_dtype``. ``torch.from_dlpack(tensor)`` shares them with torch.
+        """
+        return self._tensors
+
+    @property
+    def tensor_addresses(self) -> list[int]:
+        """Where each tensor begins in this process; empty after `deallocate_cache`."""
+        return [int(tensor.ctypes.data) for tensor in self._tensors]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks (slots) of each tensor."""
+        return self.desc.num_slots
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block (slot) of one tensor."""
+        return self.desc.slot_nbytes
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the handle may still be used: not deallocated, and its cluster is open."""
+        return self._finalizer.alive
+
+    def is_quiet(self, blocks: Blocks | None = None) -> bool:
+        """Whether nothing of this cluster's is moving in or out of these blocks (None: the whole cache) right now.
+
+        Also true and meaningful for a deallocated cache: its memory is reused only when this is true.
+        """
+        if blocks is None:
+            return not self._entry.moving
+        asked = set(check_blocks("blocks", blocks, self.num_blocks))
+        return all(asked.isdisjoint(moving) for moving in self._entry.moving.values())
+
+    def entry(self) -> CacheEntry:
+        """Return the table's record; raise `CacheNotFoundError` when the handle is no longer valid. Internal."""
+        if not self._finalizer.alive:
+            raise CacheNotFoundError(f"cache {self.cache_id} was deallocated, or its cluster is closed")
+        return self._entry
+
+    def invalidate(self) -> None:
+        """Let go of everything; the handle is of no more use. Internal: callers use `deallocate_cache`."""
+        self._finalizer.detach()
+        self._tensors = ()
+
+    def __repr__(self) -> str:
+        state = "" if self.is_valid else " (deallocated)"
+        return (
+            f"<KvCache {self.cache_id}: {self.desc.num_tensors} x {self.desc.shape} {self.desc.data_type.value}{state}>"
+        )
+
+
+def _forget(forgotten: deque[int], cache_id: int) -> None:
+    forgotten.append(cache_id)
+    warnings.warn(
+        f"cache {cache_id} was garbage-collected without deallocate_cache; its memory goes back to the pool",
+        ResourceWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,122 @@
+"""Who else is using our memory: leases given to peers. Pure bookkeeping; times are arguments.
+
+A *read lease* keeps a cache's memory while a peer reads it, so that `deallocate_cache` defers the real free (the state
+word alone would make the reader fail). It ends when the reader says so, when its link ends, or when its time is up:
+reading on after that is harmless, since the word tells.
+
+A *write lease* lets a peer write into a cache. A late write cannot be undone by looking afterwards, so it has no time
+limit: it ends when the writer gives it back, or when it is certain that the writer can write no more. The owner recalls
+it when the cache ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from kvlink.caches import CacheEntry, CacheTable
+from kvlink.keys import KeyName
+
+
+class ReadLease(NamedTuple):
+    """Peer `holder` reads slot `slot` of `entry` until `expires_at` at the latest."""
+
+    holder: Hashable
+    entry: CacheEntry
+    slot: int
+    name: KeyName | None
+    expires_at: float
+
+
+class WriteLease(NamedTuple):
+    """Peer `holder` may write into `entry`."""
+
+    holder: Hashable
+    entry: CacheEntry
+
+
+class LeaseBook:
+    """All leases that this cluster has given.
+
+    Args:
+        table: whose caches they keep.
+    """
+
+    def __init__(self, table: CacheTable) -> None:
+        self._table = table
+        self._reads: dict[int, ReadLease] = {}
+        self._writes: dict[int, WriteLease] = {}
+        self._next = 1
+
+    def open_read(self, holder: Hashable, entry: CacheEntry, slot: int, name: KeyName | None, expires_at: float) -> int:
+        """Give a read lease and return its number."""
+        number = self._number(entry)
+        self._reads[number] = ReadLease(holder, entry, slot, name, expires_at)
+        return number
+
+    def close_read(self, holder: Hashable, number: int, tensors: tuple[int, int] | None) -> None:
+        """End a read lease; `tensors` (first, stop) were delivered and count towards the key. Unknown: no-op."""
+        lease = self._reads.get(number)
+        if lease is None or lease.holder != holder:
+            return
+        del self._reads[number]
+        if tensors is not None:
+            self._table.mark_read(lease.entry, lease.name, lease.slot, *tensors)
+        self._table.unpin(lease.entry)
+
+    def open_write(self, holder: Hashable, entry: CacheEntry) -> int:
+        """Give a write lease, or the one that `holder` already has on this cache, and return its number."""
+        for number, lease in self._writes.items():
+            if lease.holder == holder and lease.entry is entry:
+                return number
+        number = self._number(entry)
+        self._writes[number] = WriteLease(holder, entry)
+        return number
+
+    def close_write(self, holder: Hashable, number: int) -> None:
+        """End a write lease: nothing is written under it any more. Unknown: no-op."""
+        lease = self._writes.get(number)
+        if lease is not None and lease.holder == holder:
+            del self._writes[number]
+            self._table.unpin(lease.entry)
+
+    def writers_of(self, entry: CacheEntry) -> list[tuple[Hashable, int]]:
+        """Return ``(holder, number)`` of the write leases on `entry`."""
+        return [(lease.holder, number) for number, lease in self._writes.items() if lease.entry is entry]
+
+    def is_writer(self, holder: Hashable) -> bool:
+        """Whether `holder` has a write lease on anything."""
+        return any(lease.holder == holder for lease in self._writes.values())
+
+    def drop_readers(self, holder: Hashable) -> None:
+        """End the read leases of a peer whose link has ended; nothing counts as delivered."""
+        for number in [number for number, lease in self._reads.items() if lease.holder == holder]:
+            self.close_read(holder, number, None)
+
+    def drop_writers(self, holder: Hashable) -> None:
+        """End the write leases of a peer that is certain to write no more."""
+        for number in [number for number, lease in self._writes.items() if lease.holder == holder]:
+            self.close_write(holder, number)
+
+    def expire(self, now: float) -> None:
+        """End the read leases whose time is up."""
+        for number, lease in list(self._reads.items()):
+            if lease.expires_at <= now:
+                self.close_read(lease.holder, number, None)
+
+    @property
+    def num_reads(self) -> int:
+        """Read leases given and not ended."""
+        return len(self._reads)
+
+    @property
+    def num_writes(self) -> int:
+        """Write leases given and not ended."""
+        return len(self._writes)
+
+    def _number(self, entry: CacheEntry) -> int:
+        """Pin `entry` and return the number of the lease that does so."""
+        number = self._next
+        self._next += 1
+        self._table.pin(entry)
+        return number

@@ -1,0 +1,294 @@
+"""One link: our relation to one life of one peer.
+
+A `Link` owns the control stream and the endpoint of the transport. Three small tasks serve it: one reads messages, one
+writes what was posted, one waits for the operating system to report the peer's death. Posting a message never waits, so
+bookkeeping can be `def`; asking a question is posting it and waiting for the answer with its number.
+
+Everything that a link knows of the peer's caches (`views`) belongs to that one life: a peer that restarts is a new
+incarnation and gets a new `Link`, so nothing stale can survive.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+import anyio
+
+from kvlink.errors import KVLinkError, LinkLostError, NotLinkedError, ProtocolError, error_for
+from kvlink.geometry import Role
+from kvlink.linkstate import LinkEvent, LinkState, next_state
+from kvlink.stats import LinkStats
+from kvlink.wire import Answer, CloseRead, Failed, Found, Goodbye, Message, Ping, Pong, Target, encode
+
+if TYPE_CHECKING:
+    from kvlink.handshake import Greeted
+
+_log = logging.getLogger(__name__)
+
+_MAX_QUEUED_NBYTES: Final = 32 * 1024 * 1024
+"""A peer that lets this much pile up does not read; the link is given up instead of the memory."""
+
+_DEATH_GRACE_S: Final = 0.05
+
+MessageHandler = Callable[["Link", Message], Message | None]
+
+
+class Link:
+    """An established link. Made by the link table; lives until it is closed, lost or replaced.
+
+    Attributes:
+        peer: the other side's cluster id.
+        incarnation: which life of it, 16 random bytes.
+        role: its role.
+        address: where it was dialled, or where its connection came from.
+        transport: what moves the bytes: ``"shm"`` ...
+        reason: why this transport was chosen, and others were not.
+        state, stats: where it is in its life, and what went over it.
+    """
+
+    def __init__(
+        self,
+        greeted: Greeted,
+        *,
+        address: str,
+        max_frame_nbytes: int,
+        on_message: MessageHandler,
+        on_closed: Callable[[Link], None],
+    ) -> None:
+        self.peer = greeted.hello.cluster_id
+        self.incarnation = greeted.hello.incarnation
+        self.role = Role(greeted.hello.role)
+        self.address = address
+        self.endpoint = greeted.endpoint
+        self.transport = greeted.endpoint.name
+        self.reason = greeted.reason
+        self.state = next_state(LinkState.GREETING, LinkEvent.HELLO)
+        self.stats = LinkStats()
+        self.views: dict[Target, Found] = {}
+        self.heard_at = self.sent_at = anyio.current_time()
+        self.closed = anyio.Event()
+        self._stream = greeted.stream
+        self._decoder = greeted.decoder
+        self._decoder.max_nbytes = max_frame_nbytes
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._scope = anyio.CancelScope()
+        self._outbox: deque[bytes] = deque()
+        self._outbox_nbytes = 0
+        self._has_post = anyio.Event()
+        self._next_seq = 1
+        self._answers: dict[int, _Question] = {}
+        self._num_operations = 0
+        self._is_idle = anyio.Event()
+        self._error: KVLinkError | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether operations may start."""
+        return self.state is LinkState.OPEN
+
+    @property
+    def num_operations(self) -> int:
+        """Movements and questions in flight."""
+        return self._num_operations
+
+    def begin(self) -> None:
+        """Count an operation in flight, which an orderly close waits for. Paired with `end`.
+
+        Raises:
+            NotLinkedError: the link is not open.
+        """
+        if self.state is not LinkState.OPEN:
+            raise self._gone()
+        self._num_operations += 1
+
+    def end(self) -> None:
+        """Undo one `begin`."""
+        self._num_operations -= 1
+        if self._num_operations == 0:
+            self._is_idle.set()
+
+    def post(self, message: Message) -> None:
+        """Send a message soon, in order. Does nothing on a closed link."""
+        if self.state is LinkState.CLOSED:
+            return
+        frame = encode(message)
+        self._outbox.append(frame)
+        self._outbox_nbytes += len(frame)
+        self.stats.messages_sent += 1
+        if self._outbox_nbytes > _MAX_QUEUED_NBYTES:
+            self.lose(LinkLostError(f"cluster {self.peer} does not read its messages; link again", peer=self.peer))
+        self._has_post.set()
+
+    async def ask(self, question: Callable[[int], Message]) -> Answer:
+        """Post the message that `question` makes of a number, and return the answer to it. The caller has a deadline.
+
+        Raises:
+            LinkLostError: the peer went away.
+            KVLinkError: the peer's answer is an error, of the class that belongs to its status.
+        """
+        if self.state is LinkState.CLOSED:
+            raise self._gone()
+        seq = self._next_seq
+        self._next_seq += 1
+        waiting = self._answers[seq] = _Question()
+        try:
+            self.post(question(seq))
+            self.stats.round_trips += 1
+            await waiting.settled.wait()
+        finally:
+            self._answers.pop(seq, None)
+        answer = waiting.answer
+        if answer is None:
+            raise self._gone()
+        if isinstance(answer, Failed):
+            raise error_for(answer.status, f"cluster {self.peer}: {answer.text}", peer=self.peer, phase="look-up")
+        return answer
+
+    async def ping(self) -> None:
+        """Ask the peer's loop for a sign of life. The caller has a deadline; raises what `ask` raises."""
+        await self.ask(Ping)
+
+    async def run(self) -> None:
+        """Serve the link until it ends; never raises."""
+        error: KVLinkError = LinkLostError(f"the link to cluster {self.peer} was closed", peer=self.peer)
+        try:
+            with self._scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._write)
+                    tasks.start_soon(self._watch)
+                    error = await self._read()
+                    tasks.cancel_scope.cancel()
+        finally:
+            self.lose(error)
+            with anyio.CancelScope(shield=True):
+                await self.endpoint.aclose()
+                with suppress(OSError):
+                    await anyio.aclose_forcefully(self._stream)
+            self.closed.set()
+
+    async def close(self, reason: str, *, timeout_s: float) -> bool:
+        """End the link in good order: let operations end, say goodbye, wait for the peer to hang up.
+
+        Returns:
+            Whether the peer has been told; the local half is gone in any case.
+        """
+        if self.state is LinkState.CLOSED:
+            return True
+        self.state = next_state(self.state, LinkEvent.CLOSE_ASKED)
+        is_told = False
+        try:
+            with anyio.move_on_after(timeout_s):
+                while self._num_operations:
+                    self._is_idle = anyio.Event()
+                    await self._is_idle.wait()
+                self.post(Goodbye(reason))
+                await self.closed.wait()
+                is_told = True
+        finally:
+            self._end(
+                LinkEvent.PEER_LOST, NotLinkedError(f"the link to cluster {self.peer} was closed", peer=self.peer)
+            )
+        return is_told
+
+    def lose(self, error: KVLinkError, event: LinkEvent = LinkEvent.PEER_LOST) -> None:
+        """End the link now: what waits gets `error`, what moves fails or ends within a chunk. Idempotent."""
+        self._end(event, error)
+
+    def _end(self, event: LinkEvent, error: KVLinkError) -> None:
+        before, self.state = self.state, next_state(self.state, event)
+        if before is LinkState.CLOSED:
+            return
+        self._error = error
+        self.endpoint.abort()
+        for waiting in self._answers.values():
+            waiting.settled.set()
+        self.views.clear()
+        self._scope.cancel()
+        self._on_closed(self)
+
+    def _gone(self) -> KVLinkError:
+        error = self._error
+        if isinstance(error, LinkLostError):
+            return LinkLostError(str(error), peer=self.peer, phase=error.phase)
+        return NotLinkedError(f"the link to cluster {self.peer} has ended; link again", peer=self.peer)
+
+    async def _read(self) -> KVLinkError:
+        """Take messages until there are no more; return why."""
+        decoder, stats = self._decoder, self.stats
+        try:
+            while True:
+                for message in decoder.messages():
+                    stats.messages_received += 1
+                    if isinstance(message, Goodbye):
+                        self.state = next_state(self.state, LinkEvent.CLOSE_ASKED)
+                        return NotLinkedError(
+                            f"cluster {self.peer} has ended the link: {message.reason or 'no reason given'}",
+                            peer=self.peer,
+                        )
+                    self._take(message)
+                decoder.extend(await self._stream.receive())
+                self.heard_at = anyio.current_time()
+        except ProtocolError as exc:
+            _log.warning("closed the link to cluster %d: %s", self.peer, exc)
+            return LinkLostError(f"cluster {self.peer} broke the protocol: {exc}; link again", peer=self.peer)
+        except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as exc:
+            lost = LinkLostError(
+                f"cluster {self.peer} hung up ({exc or type(exc).__name__}); link again", peer=self.peer
+            )
+            lost.__cause__ = exc
+            return lost
+        except Exception as exc:  # a bug of ours: it ends this link and no other
+            _log.exception("serving cluster %d failed", self.peer)
+            return LinkLostError(f"serving cluster {self.peer} failed: {exc!r}; link again", peer=self.peer)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, (Found, Failed, Pong)):
+            waiting = self._answers.get(message.seq)
+            if waiting is not None:
+                waiting.answer = message
+                waiting.settled.set()
+            elif isinstance(message, Found) and message.lease:
+                self.post(CloseRead(message.lease))  # whoever asked has gone
+        elif isinstance(message, Ping):
+            self.post(Pong(message.seq))
+        else:
+            reply = self._on_message(self, message)
+            if reply is not None:
+                self.post(reply)
+
+    async def _write(self) -> None:
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
+            while True:
+                while self._outbox:
+                    frames = b"".join(self._outbox)
+                    self._outbox.clear()
+                    self._outbox_nbytes = 0
+                    await self._stream.send(frames)
+                    self.sent_at = anyio.current_time()
+                self._has_post = anyio.Event()
+                await self._has_post.wait()
+
+    async def _watch(self) -> None:
+        await self.endpoint.wait_peer_death()
+        # What it sent before it died is still in the socket, its end behind it: let the reader find both first. Only a
+        # socket that somebody else inherited stays open, and then this is what ends the link.
+        await anyio.sleep(_DEATH_GRACE_S)
+        self.lose(LinkLostError(f"the process of cluster {self.peer} has ended; link again", peer=self.peer))
+
+    def __repr__(self) -> str:
+        return f"<Link to cluster {self.peer} {self.state.value} over {self.transport}>"
+
+
+class _Question:
+    """Something that waits for the peer's answer."""
+
+    __slots__ = ("answer", "settled")
+
+    def __init__(self) -> None:
+        self.settled = anyio.Event()
+        self.answer: Answer | None = None

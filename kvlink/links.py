@@ -1,0 +1,336 @@
+"""The links of one cluster: dialling, accepting, one per peer, replaced when the peer restarts.
+
+Single flight: whoever wants a link to a peer joins the attempt that is under way. The attempt is a task of the cluster,
+not of a caller, so that cancelling one caller stops nothing while another still waits; when the last one leaves, the
+attempt is cancelled.
+
+Two clusters that dial each other at the same moment keep one connection: the one that the lower cluster id dialled. The
+other side is refused with the field `CROSSED` and waits for the link to come in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import anyio
+from anyio.abc import ByteStream, SocketAttribute, SocketStream, TaskGroup
+
+from kvlink.config import ClusterConfig, ClusterInfo, parse_address
+from kvlink.errors import (
+    HandshakeError,
+    KVLinkError,
+    LinkError,
+    LinkLostError,
+    NotLinkedError,
+    ProtocolError,
+    StatusCode,
+    TransferTimeoutError,
+)
+from kvlink.handshake import CROSSED, Greeted, RefusedError, greet_as_acceptor, greet_as_dialler
+from kvlink.link import Link, MessageHandler
+from kvlink.linkstate import LinkEvent
+from kvlink.report import LinkResult
+from kvlink.wire import Hello, Ping
+
+if TYPE_CHECKING:
+    from kvlink.transports.base import Transport
+
+_log = logging.getLogger(__name__)
+
+_PROBE_S: Final = 1.0
+"""How long an older link of a peer that dials again may take to show that it is alive."""
+_MAX_STRANGERS: Final = 256
+"""Connections that have not said who they are yet; more are closed at once."""
+
+
+class LinkTable:
+    """All links of one cluster.
+
+    Args:
+        hello: what this cluster says of itself.
+        transports: in order of preference.
+        tasks: the cluster's task group, parent of every task here.
+        on_message: serves the messages that a link does not serve itself.
+        on_opened, on_closed: told once per link.
+    """
+
+    def __init__(
+        self,
+        hello: Callable[[], Hello],
+        transports: Sequence[Transport],
+        config: ClusterConfig,
+        tasks: TaskGroup,
+        *,
+        on_message: MessageHandler,
+        on_opened: Callable[[Link], None],
+        on_closed: Callable[[Link], None],
+    ) -> None:
+        self._hello = hello
+        self._transports = transports
+        self._config = config
+        self._tasks = tasks
+        self._on_message = on_message
+        self._on_opened = on_opened
+        self._link_closed = on_closed
+        self._links: dict[int, Link] = {}
+        self._attempts: dict[int, _Attempt] = {}
+        self._num_strangers = 0
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(list(self._links.values()))
+
+    def get(self, peer: int) -> Link | None:
+        """Return the link to `peer`, open or draining, if there is one."""
+        return self._links.get(peer)
+
+    def open_link(self, peer: int) -> Link:
+        """Return the open link to `peer`.
+
+        Raises:
+            NotLinkedError: there is none.
+        """
+        link = self._links.get(peer)
+        if link is None or not link.is_open:
+            raise NotLinkedError(f"there is no link to cluster {peer}; call link_clusters first", peer=peer)
+        return link
+
+    async def link(self, info: ClusterInfo, *, timeout_s: float) -> LinkResult:
+        """Link to one peer, or join whoever is doing that already."""
+        peer = info.cluster_id
+        link = self._links.get(peer)
+        if link is not None and link.is_open:
+            return LinkResult(peer, StatusCode.LLM_ALREADY_LINK)
+        deadline = anyio.current_time() + timeout_s
+        attempt = self._attempts.get(peer)
+        if attempt is None:
+            attempt = self._attempts[peer] = _Attempt(info)
+            self._tasks.start_soon(self._run_attempt, attempt)
+        attempt.num_waiting += 1
+        try:
+            with anyio.move_on_at(deadline):
+                await attempt.settled.wait()
+        finally:
+            attempt.num_waiting -= 1
+            if attempt.num_waiting == 0 and not attempt.settled.is_set():
+                attempt.scope.cancel()
+                if self._attempts.get(peer) is attempt:
+                    del self._attempts[peer]
+        if not attempt.settled.is_set():
+            message = f"cluster {peer} at {info.address} did not finish linking within {timeout_s} s"
+            return LinkResult.failed(peer, TransferTimeoutError(message, peer=peer, phase="dial"))
+        if attempt.error is not None:
+            return LinkResult.failed(peer, attempt.error)
+        return LinkResult(peer, StatusCode.LLM_SUCCESS)
+
+    async def unlink(self, peer: int, *, timeout_s: float, force: bool) -> LinkResult:
+        """End the link to one peer. Source: the spec, section 4.2."""
+        link = self._links.get(peer)
+        if link is None:
+            error = NotLinkedError(f"there is no link to cluster {peer}", peer=peer)
+            return LinkResult.failed(peer, error)
+        if force:
+            link.lose(NotLinkedError(f"the link to cluster {peer} was closed by force", peer=peer))
+            with anyio.move_on_after(timeout_s):
+                await link.closed.wait()
+            return LinkResult(peer, StatusCode.LLM_SUCCESS)
+        if await link.close("unlinked", timeout_s=timeout_s):
+            return LinkResult(peer, StatusCode.LLM_SUCCESS)
+        message = f"cluster {peer} could not be told within {timeout_s} s; this half is closed, unlink there too"
+        return LinkResult.failed(
+            peer, KVLinkError(message, status=StatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED, peer=peer)
+        )
+
+    async def close_all(self, reason: str, *, timeout_s: float) -> None:
+        """End every link in good order, at the same time."""
+        for attempt in list(self._attempts.values()):
+            attempt.error = LinkError("the cluster is closing", peer=attempt.info.cluster_id, phase="dial")
+            attempt.scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            for link in self:
+                tasks.start_soon(partial(link.close, reason, timeout_s=timeout_s))
+
+    def abort_all(self, reason: str) -> None:
+        """End every link now."""
+        for link in self:
+            link.lose(NotLinkedError(f"the link to cluster {link.peer} has ended: {reason}", peer=link.peer))
+
+    def beat(self, now: float) -> None:
+        """Keep quiet links alive, and give up those whose peer has been silent for too long.
+
+        On one host the kernel reports a death at once, so silence means a busy loop or a stopped process, not a death.
+        """
+        liveness_s = self._config.liveness_s
+        for link in self:
+            if now - link.sent_at > liveness_s / 4:
+                link.sent_at = now
+                link.post(Ping(0))
+            if now - link.heard_at > liveness_s and not link.endpoint.capabilities.is_same_host:
+                link.lose(
+                    LinkLostError(
+                        f"nothing was heard from cluster {link.peer} for {liveness_s} s; link again", peer=link.peer
+                    )
+                )
+
+    async def accept(self, stream: ByteStream) -> None:
+        """Serve one incoming connection; never raises. A stranger costs one small buffer until its deadline."""
+        if self._num_strangers >= _MAX_STRANGERS:
+            await anyio.aclose_forcefully(stream)
+            return
+        self._num_strangers += 1
+        whom = _origin(stream)
+        greeted: Greeted | None = None
+        try:
+            with anyio.fail_after(self._config.handshake_timeout_s):
+                greeted = await greet_as_acceptor(
+                    stream, self._hello(), self._transports, whom=whom, admit=self._admit, settle=self._settle_old
+                )
+        except (KVLinkError, TimeoutError, OSError) as exc:
+            _log.warning("refused a connection from %s: %s", whom, exc or "it never said who it is")
+        except Exception:
+            _log.exception("failed to serve a connection from %s", whom)
+        finally:
+            self._num_strangers -= 1
+            if greeted is None:
+                with anyio.CancelScope(shield=True), suppress(OSError):
+                    await anyio.aclose_forcefully(stream)
+        if greeted is not None:
+            await self._open(greeted, whom).run()
+
+    def _admit(self, hello: Hello) -> None:
+        """Refuse a peer for which there is no room, or whose connection crosses ours."""
+        if len(self._links) >= self._config.max_links and hello.cluster_id not in self._links:
+            raise RefusedError(f"this cluster has its {self._config.max_links} links already", field="links")
+        ours = self._hello().cluster_id
+        if hello.cluster_id in self._attempts and ours < hello.cluster_id:
+            raise RefusedError(f"cluster {ours} is dialling cluster {hello.cluster_id}", field=CROSSED)
+
+    async def _settle_old(self, hello: Hello) -> None:
+        """Look at an older link of a peer that dials again.
+
+        The same life again means that it has given its half up. A new life is a restart, unless the old one is still
+        there: then two processes claim one id, and the newcomer is refused.
+        """
+        old = self._links.get(hello.cluster_id)
+        if old is None or old.incarnation == hello.incarnation:
+            return
+        with anyio.move_on_after(_PROBE_S) as scope, suppress(KVLinkError):
+            await old.ping()
+        is_dead = scope.cancelled_caught or not old.is_open
+        if is_dead and old.is_open and old.endpoint.capabilities.is_same_host:
+            is_dead = False  # silent, but its process exists: busy or stopped
+        if not is_dead:
+            raise RefusedError(
+                f"cluster {hello.cluster_id} is linked already from {old.address}, and that process is alive; "
+                "cluster ids must be unique",
+                field="cluster id",
+            )
+
+    async def _run_attempt(self, attempt: _Attempt) -> None:
+        peer = attempt.info.cluster_id
+        link: Link | None = None
+        with attempt.scope:
+            try:
+                link = await self._dial(attempt)
+            except KVLinkError as exc:
+                attempt.error = exc
+            except OSError as exc:
+                attempt.error = LinkError(
+                    f"cannot reach cluster {peer} at {attempt.info.address}: {exc.strerror or exc}; is it running?",
+                    peer=peer,
+                    phase="dial",
+                )
+        if self._attempts.get(peer) is attempt:
+            del self._attempts[peer]
+        attempt.settled.set()
+        if link is not None:
+            await link.run()
+
+    async def _dial(self, attempt: _Attempt) -> Link | None:
+        """Return a new link, or None when the peer's own connection has become the link."""
+        info = attempt.info
+        whom = f"cluster {info.cluster_id} at {info.address}"
+        stream = await _connect(info.address)
+        greeted: Greeted | None = None
+        try:
+            with attempt.dialling:
+                greeted = await greet_as_dialler(
+                    stream, self._hello(), self._transports, whom=whom, expects=info.cluster_id
+                )
+        except ProtocolError as exc:
+            raise HandshakeError(f"{whom} does not speak kvlink: {exc}", peer=info.cluster_id, phase="hello") from exc
+        except RefusedError as exc:
+            exc.peer = info.cluster_id
+            if exc.field != CROSSED:
+                raise
+        finally:
+            if greeted is None:
+                with anyio.CancelScope(shield=True), suppress(OSError):
+                    await anyio.aclose_forcefully(stream)
+        if greeted is not None:
+            return self._open(greeted, info.address)
+        await attempt.came_in.wait()
+        return None
+
+    def _open(self, greeted: Greeted, address: str) -> Link:
+        """Enter a new link, in the place of any older one of that peer."""
+        link = Link(
+            greeted,
+            address=address,
+            max_frame_nbytes=self._config.max_frame_nbytes,
+            on_message=self._on_message,
+            on_closed=self._closed,
+        )
+        old = self._links.get(link.peer)
+        if old is not None:
+            old.lose(
+                LinkLostError(f"cluster {link.peer} has linked anew; the older link has ended", peer=link.peer),
+                LinkEvent.REPLACED,
+            )
+        self._links[link.peer] = link
+        self._on_opened(link)
+        attempt = self._attempts.get(link.peer)
+        if attempt is not None:
+            attempt.came_in.set()
+            attempt.dialling.cancel()
+        return link
+
+    def _closed(self, link: Link) -> None:
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+        self._link_closed(link)
+
+
+class _Attempt:
+    """One dial that is under way, and those who wait for it."""
+
+    def __init__(self, info: ClusterInfo) -> None:
+        self.info = info
+        self.scope = anyio.CancelScope()
+        self.dialling = anyio.CancelScope()
+        self.settled = anyio.Event()
+        self.came_in = anyio.Event()
+        self.error: KVLinkError | None = None
+        self.num_waiting = 0
+
+
+async def _connect(text: str) -> SocketStream:
+    address = parse_address(text)
+    if address.path:
+        return await anyio.connect_unix(address.path)
+    return await anyio.connect_tcp(address.host, address.port)
+
+
+def _origin(stream: ByteStream) -> str:
+    """Return how to name a connection that came in."""
+    with suppress(anyio.TypedAttributeLookupError, OSError, IndexError):
+        remote = stream.extra(SocketAttribute.remote_address)
+        if isinstance(remote, tuple):
+            return f"the peer at {remote[0]}:{remote[1]}"
+    return "the peer on a Unix socket"

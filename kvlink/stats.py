@@ -1,0 +1,27 @@
+"""Counters. Plain numbers that only grow; reading them is free and never waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class LinkStats:
+    """What went over one link since it was made.
+
+    Attributes:
+        pulls, pushes: movements that succeeded.
+        failures: movements that raised.
+        nbytes_pulled, nbytes_pushed: bytes of those that succeeded.
+        round_trips: control requests that this side has sent and waited for.
+        messages_sent, messages_received: control messages, heartbeats included.
+    """
+
+    pulls: int = 0
+    pushes: int = 0
+    failures: int = 0
+    nbytes_pulled: int = 0
+    nbytes_pushed: int = 0
+    round_trips: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0

@@ -1,0 +1,180 @@
+"""Everything that one cluster owns of memory: pools, state words, caches, leases. Plain bookkeeping; nothing waits."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from kvlink.caches import CacheEntry, CacheTable
+from kvlink.errors import ClosedError, OutOfMemoryError, ParameterError
+from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun
+from kvlink.keys import KeyName
+from kvlink.kvcache import KvCache
+from kvlink.leases import LeaseBook
+from kvlink.memory import HOST_POOL, POOL, STATE, LocalMemory, LocalRegion
+from kvlink.pool import Pool, Segment, as_tensors
+from kvlink.stateregion import WORD_NBYTES, StateRegion
+
+
+class CacheStore:
+    """The memory of one cluster, from the moment its pools exist.
+
+    Args:
+        pool, host_pool: segments, owned from now on.
+        state: the segment of the state words, owned from now on.
+    """
+
+    def __init__(self, pool: Segment, host_pool: Segment | None, state: Segment) -> None:
+        self.memory = LocalMemory()
+        self.state = StateRegion(state)
+        self.table = CacheTable(self.state, self._free)
+        self.leases = LeaseBook(self.table)
+        self._pools: dict[Placement, Pool] = {Placement.DEVICE: Pool(pool, POOL)}
+        if host_pool is not None:
+            self._pools[Placement.HOST] = Pool(host_pool, HOST_POOL)
+        for own in self._pools.values():
+            self.memory[own.region] = LocalRegion(own.segment.memory, own.segment)
+        self.memory[STATE] = LocalRegion(state.memory, state)
+        self._handles: weakref.WeakValueDictionary[int, KvCache] = weakref.WeakValueDictionary()
+        self._forgotten: deque[int] = deque()
+        self._pid = os.getpid()
+        self._next_movement = 1
+        self._is_closed = False
+
+    @classmethod
+    def create(cls, pool_nbytes: int, host_pool_nbytes: int, max_caches: int) -> CacheStore:
+        """Reserve the memory. Slow (about 0.3 s per GiB): to be called in a thread.
+
+        Raises:
+            OutOfMemoryError: the host has not that much.
+        """
+        made: list[Segment] = []
+        try:
+            made.append(Segment.create("kvlink-state", max_caches * WORD_NBYTES))
+            made.append(Segment.create("kvlink-pool", pool_nbytes))
+            if host_pool_nbytes:
+                made.append(Segment.create("kvlink-host-pool", host_pool_nbytes))
+        except BaseException:
+            for segment in made:
+                segment.close()
+            raise
+        return cls(made[1], made[2] if host_pool_nbytes else None, made[0])
+
+    def allocate(self, desc: CacheDesc, names: Sequence[KeyName | None], *, is_blocks: bool) -> KvCache:
+        """Carve a cache from the pool of its placement and bind its keys; all or nothing.
+
+        Raises:
+            ParameterError: a key is bound already, or there is no such pool.
+            OutOfMemoryError: no room.
+        """
+        self.check_usable()
+        self.collect()
+        if desc.data_type is DataType.STRING:
+            raise ParameterError("data type 'string' has no fixed size and cannot be allocated")
+        pool = self.pool(desc.placement)
+        self.table.check_names(names)
+        try:
+            offset, stride = pool.allocate(desc.tensor_nbytes, desc.num_tensors)
+        except OutOfMemoryError as exc:
+            if self.table.num_waiting:
+                exc.args = (
+                    f"{exc}; {self.table.num_waiting} deallocated caches still hold memory, because views on them are "
+                    "alive or a peer is using them",
+                )
+            raise
+        try:
+            run = TensorRun(pool.region, offset, stride, desc.num_tensors)
+            entry = self.table.add(desc, describe(desc, (run,), is_blocks=is_blocks), names)
+        except BaseException:
+            pool.free(offset)
+            raise
+        root = pool.segment.root(offset, stride * desc.num_tensors)
+        self.table.watch_views(entry, root)
+        tensors = as_tensors(root, stride, desc.num_tensors, desc.shape, desc.data_type.numpy_dtype)
+        handle = KvCache(self, entry, tensors, self._forgotten)
+        self._handles[entry.cache_id] = handle
+        return handle
+
+    def deallocate(self, cache: KvCache) -> None:
+        """Drop the id reference of a cache; a second time does nothing. Source: the spec, sections 5.2 and 6.3."""
+        self.check_usable()
+        self.collect()
+        cache.invalidate()
+        self._handles.pop(cache.cache_id, None)
+        self.table.drop_id(cache.cache_id)
+
+    def pool(self, placement: Placement) -> Pool:
+        """Return the pool of a placement; raise `ParameterError` where the cluster has none."""
+        pool = self._pools.get(placement)
+        if pool is None:
+            raise ParameterError(f"this cluster has no {placement.name} pool; give Cluster a host_pool size")
+        return pool
+
+    def begin_moving(self, entry: CacheEntry, blocks: Sequence[int]) -> int:
+        """Keep the memory of `entry` during a movement of ours, and let `KvCache.is_quiet` know of these blocks.
+
+        Returns:
+            The movement's number, for `end_moving`.
+        """
+        number = self._next_movement
+        self._next_movement += 1
+        entry.moving[number] = blocks
+        entry.pins += 1
+        return number
+
+    def end_moving(self, entry: CacheEntry, number: int) -> None:
+        """End a movement: nothing of it touches the memory any more."""
+        del entry.moving[number]
+        self.table.unpin(entry)
+
+    def collect(self) -> None:
+        """Take note of handles that were forgotten and views that have died since."""
+        while self._forgotten:
+            self.table.drop_id(self._forgotten.popleft())
+        self.table.collect()
+
+    def check_usable(self) -> None:
+        """Refuse after the cluster was closed, and in a forked child."""
+        if self._is_closed:
+            raise ClosedError("the cluster is closed, or was not entered: use `async with Cluster(...)`")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"this cluster belongs to process {self._pid}; a forked child cannot use it: make a Cluster of its own"
+            )
+
+    def close(self) -> None:
+        """End every cache. Views that callers hold stay valid until they die. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.state.end_all()
+        for handle in list(self._handles.values()):
+            handle.invalidate()
+        self.memory.clear()
+        self.state.close()
+        for pool in self._pools.values():
+            pool.segment.close()
+
+    def _free(self, entry: CacheEntry) -> None:
+        if self._is_closed:
+            return
+        run = entry.geometry.runs[0]
+        for pool in self._pools.values():
+            if pool.region == run.region:
+                pool.free(run.offset)
+                return
+
+
+def describe(desc: CacheDesc, runs: tuple[TensorRun, ...], *, is_blocks: bool) -> CacheGeometry:
+    """Return what peers are told of a cache."""
+    return CacheGeometry(
+        num_tensors=desc.num_tensors,
+        num_slots=desc.num_slots,
+        slot_nbytes=desc.slot_nbytes,
+        data_type=desc.data_type.value,
+        layout=desc.layout,
+        is_blocks=is_blocks,
+        runs=runs,
+    )

@@ -1,0 +1,1 @@
+"""Ways of moving bytes: `base` is the contract, each other module one way."""

@@ -1,0 +1,127 @@
+"""What a transport is: the whole contract between kvlink and a way of moving bytes.
+
+A `Transport` belongs to one cluster and reaches its memory; an `Endpoint` is its half of one link. An endpoint moves
+*extents* between our regions and the peer's, by their numbers. It knows no caches, blocks or keys, and decides nothing:
+whether the bytes were worth moving is settled above, by the state word.
+
+Rules for every implementation:
+
+- One-sided: `get` and `put` need nothing of the peer's CPU, unless `Capabilities.is_one_sided` is false.
+- Quiet: when `get` or `put` has ended in any way, our memory is not written any more for it. Cancellation drains.
+- `load_word` is ordered after every `get` that has returned.
+- An endpoint that is aborted, or whose peer is gone, fails what is in flight and everything later with `LinkLostError`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from anyio.abc import TaskGroup
+
+from kvlink.plan import Extent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a transport can do beyond the contract.
+
+    Args:
+        is_one_sided: the peer's process may be stopped, or its loop blocked, and transfers still complete.
+        is_same_host: the peer's death is seen through the operating system, at once.
+    """
+
+    is_one_sided: bool
+    is_same_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the accepting side puts into its hello: where to attach, and a token that is good for one handshake."""
+
+    address: str
+    token: bytes
+
+
+class Endpoint(ABC):
+    """One side of a link, as far as bytes go."""
+
+    name: str
+    capabilities: Capabilities
+    immediate_nbytes: int = 0
+    """A get or put of at most this size never waits, so it needs no deadline."""
+
+    @abstractmethod
+    async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
+        """Copy the peer's bytes into ours, for all `extents`, `nbytes` in all. Ends when they are in place."""
+
+    @abstractmethod
+    async def put(self, extents: Sequence[Extent], nbytes: int) -> None:
+        """Copy our bytes into the peer's; ends when the peer can see them."""
+
+    @abstractmethod
+    async def load_word(self, word: int) -> int:
+        """Return word `word` of the peer's state region, as it is after all gets that have returned."""
+
+    @abstractmethod
+    async def reach(self, regions: Collection[int], *, for_writing: bool) -> None:
+        """Wait until these regions of the peer can be addressed; the peer has been asked to `share` them.
+
+        Raises:
+            FeatureNotEnabledError: this endpoint cannot reach one of them, and why.
+        """
+
+    @abstractmethod
+    def region_nbytes(self, region: int) -> int:
+        """Return the length of a region of the peer that has been reached, 0 for any other number."""
+
+    @abstractmethod
+    def share(self, regions: Collection[int], *, for_writing: bool) -> None:
+        """Let the peer address these regions of ours. Returns at once; what was shared already is not sent again."""
+
+    @abstractmethod
+    async def wait_peer_death(self) -> None:
+        """Return when the operating system says that the peer's process has ended; never, where it cannot tell."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Give everything up in good order. Idempotent."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give everything up now; what is in flight fails. Idempotent."""
+
+
+class Transport(ABC):
+    """A way of moving bytes, for one cluster."""
+
+    name: str
+
+    @abstractmethod
+    async def start(self, tasks: TaskGroup) -> None:
+        """Get ready to be attached to; `tasks` is the cluster's, for whatever must run beside."""
+
+    @abstractmethod
+    def offer(self) -> Offer | None:
+        """Return what a peer needs to attach, None where this side cannot be attached to. Ended by `withdraw`."""
+
+    @abstractmethod
+    async def accept(self, offer: Offer) -> Endpoint:
+        """Wait for the peer that was given `offer` and return our side, which is the caller's from then on."""
+
+    @abstractmethod
+    def withdraw(self, offer: Offer) -> None:
+        """Forget an offer, whether it was taken or not; a peer that attached and was not accepted is dropped."""
+
+    @abstractmethod
+    async def dial(self, offer: Offer) -> Endpoint:
+        """Attach to a peer.
+
+        Raises:
+            LinkError: it cannot be reached this way; the message says why, for the link's `reason`.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End everything that `start` began. Idempotent."""

@@ -1,0 +1,328 @@
+"""Shared memory: both processes map the other's pool, so a get or a put is a strided copy and nothing else.
+
+Attaching: the accepting side listens on an abstract Unix socket whose name and a one-time token travel in its hello.
+The dialling side connects, shows the token, and both hand over descriptors of their pools and state words (`Channel`).
+That this works *is* the proof that the two are on one host; no names are compared. Descriptors are read-only at first;
+one that can write follows over the same channel when a write lease is given (`share`), so a decoder's bug cannot damage
+a prefill's memory that it was never asked to fill.
+
+The peer plays no part in a transfer: its process may be stopped, its loop blocked. When it dies its memory stays mapped
+here until we let go, and the kernel tells us at once (pidfd).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+
+import anyio
+import numpy as np
+from anyio.abc import TaskGroup, UNIXSocketStream
+from numpy.typing import NDArray
+
+from kvlink.acceptor import Acceptor
+from kvlink.copying import Copier, Copy
+from kvlink.errors import KVLinkError, LinkError, LinkLostError, ProtocolError
+from kvlink.memory import STATE, LocalMemory
+from kvlink.plan import Extent
+from kvlink.pool import Bytes, Segment
+from kvlink.stateregion import order_memory
+from kvlink.transports.base import Capabilities, Endpoint, Offer, Transport
+from kvlink.transports.shm_channel import TOKEN_NBYTES, Channel, SharedRegion
+
+_GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+
+class ShmEndpoint(Endpoint):
+    """Our half of a link to a process of this host. Made by `ShmTransport`."""
+
+    name = "shm"
+    capabilities = Capabilities(is_one_sided=True, is_same_host=True)
+
+    def __init__(self, local: LocalMemory, copier: Copier, channel: Channel) -> None:
+        self._local = local
+        self._copier = copier
+        self.immediate_nbytes = copier.inline_nbytes
+        self._channel = channel
+        self._segments: dict[int, Segment] = {}
+        self._remote: dict[int, Bytes] = {}
+        self._words: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._shared: dict[int, bool] = {}
+        self._to_share: deque[tuple[int, bool]] = deque()
+        self._changed = anyio.Event()
+        self._has_to_share = anyio.Event()
+        self._is_closed = False
+        self._pidfd = channel.open_peer_pidfd()
+
+    async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
+        self._check_open()
+        local, remote = self._local, self._remote
+        copies = [
+            Copy(local[region].memory, offset, stride, remote[peer_region], peer_offset, peer_stride, length, count)
+            for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
+        ]
+        await self._copier.run(copies, nbytes)
+
+    async def put(self, extents: Sequence[Extent], nbytes: int) -> None:
+        self._check_open()
+        local, remote = self._local, self._remote
+        copies = [
+            Copy(remote[peer_region], peer_offset, peer_stride, local[region].memory, offset, stride, length, count)
+            for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
+        ]
+        await self._copier.run(copies, nbytes)
+        order_memory()
+
+    async def load_word(self, word: int) -> int:
+        order_memory()
+        return int(self._words[word])
+
+    async def reach(self, regions: Collection[int], *, for_writing: bool) -> None:
+        for region in regions:
+            while not self._has(region, for_writing):
+                self._check_open()
+                await self._changed.wait()
+
+    def region_nbytes(self, region: int) -> int:
+        memory = self._remote.get(region)
+        return 0 if memory is None else len(memory)
+
+    def share(self, regions: Collection[int], *, for_writing: bool) -> None:
+        for region in regions:
+            if region in self._shared and self._shared[region] >= for_writing:
+                continue
+            self._shared[region] = for_writing
+            self._to_share.append((region, for_writing))
+            self._has_to_share.set()
+
+    async def wait_peer_death(self) -> None:
+        if self._pidfd is None:
+            await anyio.sleep_forever()
+        else:
+            await anyio.wait_readable(self._pidfd)
+
+    async def aclose(self) -> None:
+        self.abort()
+        await self._channel.aclose()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def abort(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._channel.abort()
+        self._changed.set()
+        self._has_to_share.set()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._remote.clear()
+
+    async def exchange(self, *, is_first: bool) -> None:
+        """Hand over what every peer gets, both ways; the dialling side goes first."""
+        if is_first:
+            await self._send_initial()
+        self._take(*await self._channel.receive())
+        if not is_first:
+            await self._send_initial()
+        if STATE not in self._remote:
+            raise ProtocolError("the peer did not share its state words")
+
+    async def run(self) -> None:
+        """Serve the channel until it ends: send what is shared, take what the peer shares."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._send_shared)
+                with suppress(*_GONE):
+                    while not self._is_closed:
+                        self._take(*await self._channel.receive())
+                        self._changed.set()
+                        self._changed = anyio.Event()
+                tasks.cancel_scope.cancel()
+        except ProtocolError:
+            # Nothing more can be trusted from there; what is mapped already stays valid until the link ends.
+            self._channel.abort()
+
+    async def _send_shared(self) -> None:
+        while not self._is_closed:
+            while self._to_share:
+                region, for_writing = self._to_share.popleft()
+                with suppress(*_GONE):
+                    await self._send([region], for_writing=for_writing)
+            self._has_to_share = anyio.Event()
+            await self._has_to_share.wait()
+
+    async def _send_initial(self) -> None:
+        regions = [number for number, region in self._local.items() if region.segment is not None]
+        self._shared.update(dict.fromkeys(regions, False))
+        await self._send(regions, for_writing=False)
+
+    async def _send(self, numbers: Sequence[int], *, for_writing: bool) -> None:
+        regions: list[SharedRegion] = []
+        descriptors: list[int] = []
+        try:
+            for number in numbers:
+                region = self._local.get(number)
+                if region is None:
+                    continue
+                segment = region.segment
+                if segment is None:
+                    regions.append(SharedRegion(number, region.nbytes, False, True, region.address))
+                    continue
+                regions.append(SharedRegion(number, segment.nbytes, True, for_writing))
+                descriptors.append(os.dup(segment.fd) if for_writing else segment.open_read_only())
+            await self._channel.send(tuple(regions), descriptors)
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+
+    def _take(self, regions: tuple[SharedRegion, ...], descriptors: list[int]) -> None:
+        remaining = deque(descriptors)
+        try:
+            for region in regions:
+                if not region.has_descriptor:
+                    continue
+                fd = remaining.popleft()
+                segment = Segment.attach(fd, region.nbytes, is_writable=region.is_writable)
+                old = self._segments.pop(region.number, None)
+                if old is not None:
+                    old.close()
+                self._segments[region.number] = segment
+                self._copier.prefault(segment.memory, for_writing=region.is_writable)
+                self._remote[region.number] = segment.memory
+                if region.number == STATE:
+                    self._words = segment.memory.view(np.uint64)
+        finally:
+            for fd in remaining:
+                os.close(fd)
+
+    def _has(self, region: int, for_writing: bool) -> bool:
+        memory = self._remote.get(region)
+        return memory is not None and (memory.flags.writeable or not for_writing)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise LinkLostError("the link has ended; link again", phase="transfer")
+
+
+class _Expectation:
+    """A handshake that waits for its peer to attach."""
+
+    def __init__(self) -> None:
+        self.settled = anyio.Event()
+        self.is_taken = False
+        self.endpoint: ShmEndpoint | None = None
+        self.error: KVLinkError | None = None
+
+
+class ShmTransport(Transport):
+    """Shared memory for one cluster.
+
+    Args:
+        local: the cluster's regions.
+        copier: the cluster's copy threads.
+        handshake_timeout_s: a connection that has not shown its token by then is closed.
+    """
+
+    name = "shm"
+
+    def __init__(self, local: LocalMemory, copier: Copier, *, handshake_timeout_s: float) -> None:
+        self._local = local
+        self._copier = copier
+        self._timeout_s = handshake_timeout_s
+        self._address = f"kvlink-{secrets.token_hex(16)}"
+        self._expected: dict[bytes, _Expectation] = {}
+        self._tasks: TaskGroup | None = None
+        self._acceptor: Acceptor | None = None
+
+    async def start(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+        listener = await anyio.create_unix_listener("\0" + self._address)
+        self._acceptor = Acceptor(listener, self._attach_peer, tasks)
+
+    def offer(self) -> Offer | None:
+        token = secrets.token_bytes(TOKEN_NBYTES)
+        self._expected[token] = _Expectation()
+        return Offer(self._address, token)
+
+    async def accept(self, offer: Offer) -> Endpoint:
+        expectation = self._expected[offer.token]
+        await expectation.settled.wait()
+        if expectation.endpoint is None:
+            raise expectation.error or LinkError("the peer could not attach to shared memory")
+        endpoint, expectation.endpoint = expectation.endpoint, None
+        return endpoint
+
+    def withdraw(self, offer: Offer) -> None:
+        expectation = self._expected.pop(offer.token, None)
+        if expectation is not None and expectation.endpoint is not None:
+            expectation.endpoint.abort()
+
+    async def dial(self, offer: Offer) -> Endpoint:
+        assert self._tasks is not None
+        try:
+            stream = await anyio.connect_unix("\0" + offer.address)
+        except OSError as exc:
+            raise LinkError(f"no shared memory: the peer is not on this host ({exc.strerror or exc})") from exc
+        channel = Channel(stream)
+        try:
+            await channel.send_token(offer.token)
+            endpoint = ShmEndpoint(self._local, self._copier, channel)
+            try:
+                await endpoint.exchange(is_first=True)
+            except BaseException:
+                endpoint.abort()
+                with anyio.CancelScope(shield=True):
+                    await endpoint.aclose()
+                raise
+        except _GONE as exc:
+            await channel.aclose()
+            raise LinkError("no shared memory: the peer refused to exchange descriptors") from exc
+        except BaseException:
+            await channel.aclose()
+            raise
+        self._tasks.start_soon(endpoint.run)
+        return endpoint
+
+    async def aclose(self) -> None:
+        if self._acceptor is not None:
+            await self._acceptor.aclose()
+
+    async def _attach_peer(self, stream: anyio.abc.SocketStream) -> None:
+        """Serve one connection: who it is, the exchange, then whatever is shared later, until the link ends."""
+        assert isinstance(stream, UNIXSocketStream)
+        channel = Channel(stream)
+        expectation: _Expectation | None = None
+        endpoint: ShmEndpoint | None = None
+        try:
+            with anyio.fail_after(self._timeout_s):
+                expectation = self._expected.get(await channel.receive_token())
+                if expectation is None or expectation.is_taken:
+                    expectation = None
+                    return
+                expectation.is_taken = True
+                endpoint = ShmEndpoint(self._local, self._copier, channel)
+                await endpoint.exchange(is_first=False)
+            expectation.endpoint = endpoint
+            expectation.settled.set()
+            owned, endpoint = endpoint, None  # the link's from here on
+            await owned.run()
+        except KVLinkError as exc:
+            if expectation is not None:
+                expectation.error = exc
+        except (*_GONE, TimeoutError):
+            pass
+        finally:
+            if expectation is not None:
+                expectation.settled.set()
+            if endpoint is not None:
+                endpoint.abort()
+                with anyio.CancelScope(shield=True):
+                    await endpoint.aclose()
+            if expectation is None:
+                await channel.aclose()

@@ -1,0 +1,261 @@
+"""Control messages and their frames: bytes in, typed messages out. Pure; knows no socket.
+
+A frame is 8 bytes of header and a body::
+
+    magic "kv" | format version (1 byte) | 0 | body length (4 bytes, big endian) | body: one msgpack message
+
+The length is checked against a cap before anything is kept, and the body can only become one of the message types
+below: nothing is ever unpickled, and no field is larger than its frame. The frame format's version never changes within
+a connection; what the two sides can say to each other is `PROTOCOL_VERSION`, a field of `Hello`, so that a peer of
+another version is refused by name instead of misread.
+
+Who says what:
+
+====================  =============================================================================================
+`Hello`, `Refuse`     the handshake, both ways; `Refuse` ends it
+`Ready`               the handshake's end: which transport serves this link, and why not a better one
+`LookUp`, `OpenRead`  "where is this cache?", without and with a read lease; answered by `Found` or `Failed`
+`OpenWrite`           the same with a write lease
+`CloseRead`           "I have read": gives the lease back and says what was read; no answer
+`Recall`, `CloseWrite` the owner wants a write lease back; the writer has stopped writing
+`Ping`, `Pong`        liveness, and `check_link_status`
+`LayerEvent`          a layer-wise push tells the receiver what has landed, or that it failed
+`Goodbye`             an orderly end
+====================  =============================================================================================
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvlink.errors import ProtocolError
+from kvlink.geometry import CacheGeometry
+
+PROTOCOL_VERSION: Final = 1
+_FORMAT_VERSION: Final = 1
+_HEADER: Final = struct.Struct(">2sBBI")
+_MAGIC: Final = b"kv"
+
+HELLO_MAX_NBYTES: Final = 4096
+"""Largest frame accepted from a peer that has not said who it is."""
+
+UInt64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
+UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Bytes16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Text = Annotated[str, Meta(max_length=1024)]
+
+
+class Hello(Struct, frozen=True, tag="hello", kw_only=True):
+    """Who I am, and, from the dialling side, whom I want (`expects`)."""
+
+    version: UInt32 = PROTOCOL_VERSION
+    cluster_id: UInt64
+    incarnation: Bytes16
+    role: UInt32
+    transports: Annotated[tuple[Text, ...], Meta(max_length=16)]
+    expects: UInt64 | None = None
+    descriptor_address: Text | None = None
+    """Where the accepting side hands out descriptors of its memory: the name of an abstract Unix socket."""
+    descriptor_token: Annotated[bytes, Meta(max_length=32)] = b""
+    """What to show there; good for this handshake only."""
+
+
+class Refuse(Struct, frozen=True, tag="refuse", kw_only=True):
+    """The handshake fails because of `field`; `text` has both values."""
+
+    status: UInt32
+    field: Text
+    text: Text
+
+
+class Ready(Struct, frozen=True, tag="ready", kw_only=True):
+    """I am ready to serve this link over `transport` (empty: control messages only), chosen for `reason`."""
+
+    transport: Text
+    reason: Text = ""
+
+
+class Target(Struct, frozen=True):
+    """A cache of the receiver: by key (``request``, ``prefix`` or ``blocks``), or by cache id (``id``) and slot."""
+
+    namespace: Text
+    id: UInt64
+    model_id: UInt64 = 0
+    slot: UInt32 = 0
+
+
+class LookUp(Struct, frozen=True, tag="look-up"):
+    """Where is this cache?"""
+
+    seq: UInt64
+    target: Target
+
+
+class OpenRead(Struct, frozen=True, tag="open-read"):
+    """Where is this cache? Keep it for me while I read, at most `lease_s` seconds."""
+
+    seq: UInt64
+    target: Target
+    lease_s: Annotated[float, Meta(gt=0, le=1e9)]
+
+
+class OpenWrite(Struct, frozen=True, tag="open-write"):
+    """Where is this cache? Keep it for me to write, until you recall it."""
+
+    seq: UInt64
+    target: Target
+
+
+class Found(Struct, frozen=True, tag="found", kw_only=True):
+    """The answer: cache `cache_id` is valid while word `word` of my state region holds `generation`."""
+
+    seq: UInt64
+    cache_id: UInt64
+    slot: UInt32
+    geometry: CacheGeometry
+    word: UInt32
+    generation: UInt64
+    lease: UInt64 = 0
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """The answer to request `seq` is an error."""
+
+    seq: UInt64
+    status: UInt32
+    text: Text
+
+
+class CloseRead(Struct, frozen=True, tag="close-read"):
+    """I have stopped reading under `lease`. `tensors` (first, stop) count towards the key's release; None: none do."""
+
+    lease: UInt64
+    tensors: tuple[UInt32, UInt32] | None = None
+
+
+class Recall(Struct, frozen=True, tag="recall"):
+    """Stop writing under `lease` and give it back: the cache has ended."""
+
+    lease: UInt64
+
+
+class CloseWrite(Struct, frozen=True, tag="close-write"):
+    """No byte is written any more under `lease`."""
+
+    lease: UInt64
+
+
+class LayerEvent(Struct, frozen=True, tag="layer", kw_only=True):
+    """A layer-wise push to cache `cache_id` has put layer `layer` (None: the whole push has ended, with `status`)."""
+
+    push_id: UInt64
+    cache_id: UInt64
+    layer: UInt32 | None = None
+    status: UInt32 = 0
+    text: Text = ""
+
+
+class Ping(Struct, frozen=True, tag="ping"):
+    """Are you there?"""
+
+    seq: UInt64
+
+
+class Pong(Struct, frozen=True, tag="pong"):
+    """I am."""
+
+    seq: UInt64
+
+
+class Goodbye(Struct, frozen=True, tag="goodbye"):
+    """The link ends in good order; what I wrote to you and read from you has ended."""
+
+    reason: Text = ""
+
+
+Message = (
+    Hello
+    | Refuse
+    | Ready
+    | LookUp
+    | OpenRead
+    | OpenWrite
+    | Found
+    | Failed
+    | CloseRead
+    | Recall
+    | CloseWrite
+    | LayerEvent
+    | Ping
+    | Pong
+    | Goodbye
+)
+Answer = Found | Failed | Pong
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame of `message`."""
+    body = _ENCODER.encode(message)
+    return _HEADER.pack(_MAGIC, _FORMAT_VERSION, 0, len(body)) + body
+
+
+class FrameDecoder:
+    """Turn a byte stream into messages, however the stream is cut.
+
+    Args:
+        max_nbytes: largest body accepted; may be raised once the peer has said who it is.
+    """
+
+    def __init__(self, max_nbytes: int = HELLO_MAX_NBYTES) -> None:
+        self.max_nbytes = max_nbytes
+        self._buffer = bytearray()
+
+    def feed(self, received: bytes) -> list[Message]:
+        """Return the messages that `received` completes.
+
+        Raises:
+            ProtocolError: these bytes cannot be a frame; the connection is of no further use.
+        """
+        self._buffer += received
+        return list(self.messages())
+
+    def extend(self, received: bytes) -> None:
+        """Keep `received` for `messages`."""
+        self._buffer += received
+
+    def messages(self) -> Iterator[Message]:
+        """Yield the complete messages, looking at `max_nbytes` anew before each; what is not taken stays."""
+        while len(self._buffer) >= _HEADER.size:
+            magic, version, zero, nbytes = _HEADER.unpack_from(self._buffer)
+            if magic != _MAGIC or zero != 0:
+                raise ProtocolError("not a kvlink frame")
+            if version != _FORMAT_VERSION:
+                raise ProtocolError(f"frame format version: ours is {_FORMAT_VERSION}, theirs is {version}")
+            if nbytes > self.max_nbytes:
+                raise ProtocolError(f"a frame of {nbytes} bytes; at most {self.max_nbytes} are accepted here")
+            end = _HEADER.size + nbytes
+            if len(self._buffer) < end:
+                return
+            body = bytes(memoryview(self._buffer)[_HEADER.size : end])
+            del self._buffer[:end]
+            yield _decode(body)
+
+    @property
+    def is_mid_frame(self) -> bool:
+        """Whether the stream has ended inside a frame, if it has ended now."""
+        return bool(self._buffer)
+
+
+def _decode(body: bytes) -> Message:
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"a malformed message: {exc}") from exc

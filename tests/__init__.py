@@ -1,0 +1,1 @@
+"""The tests of kvlink; they mirror the package."""
