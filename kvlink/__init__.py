@@ -5,6 +5,7 @@ Start with `Cluster`; its `kv_cache_manager` has the KV-cache functions.
 
 import logging
 
+from kvlink.arrivals import Arrivals, LayerWatch
 from kvlink.cluster import Cluster
 from kvlink.config import ClusterConfig, ClusterInfo
 from kvlink.errors import (
@@ -31,6 +32,8 @@ from kvlink.errors import (
 from kvlink.geometry import CacheDesc, DataType, Placement, Role
 from kvlink.keys import ABSENT, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from kvlink.kvcache import KvCache
+from kvlink.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from kvlink.layerwise import CacheTask
 from kvlink.link import Link
 from kvlink.linkstate import LinkState
 from kvlink.manager import KvCacheManager
@@ -41,12 +44,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ABSENT",
+    "Arrivals",
     "BlockFailure",
     "BlocksCacheKey",
     "CacheDesc",
     "CacheKey",
     "CacheKeyByIdAndIndex",
     "CacheNotFoundError",
+    "CacheTask",
     "ClosedError",
     "Cluster",
     "ClusterConfig",
@@ -57,6 +62,8 @@ __all__ = [
     "KVLinkError",
     "KvCache",
     "KvCacheManager",
+    "LayerSynchronizer",
+    "LayerWatch",
     "Link",
     "LinkError",
     "LinkExistsError",
@@ -77,8 +84,10 @@ __all__ = [
     "Role",
     "RoleError",
     "StatusCode",
+    "TransferConfig",
     "TransferReport",
     "TransferTimeoutError",
+    "TransferWithCacheKeyConfig",
     "__version__",
 ]
 

@@ -102,9 +102,13 @@ class CacheTable:
     Args:
         state: where validity is published.
         free: called once per cache, when its memory may be used for something else.
+
+    Attributes:
+        on_ended: called once per cache, right after its state word has changed.
     """
 
     def __init__(self, state: StateRegion, free: Callable[[CacheEntry], None]) -> None:
+        self.on_ended: Callable[[CacheEntry], None] = lambda entry: None
         self._state = state
         self._free = free
         self._entries: dict[int, CacheEntry] = {}
@@ -245,6 +249,7 @@ class CacheTable:
         self._state.end(entry.word)
         del self._entries[entry.cache_id]
         self._waiting[entry.cache_id] = entry
+        self.on_ended(entry)
         self._release(entry)
 
     def _release(self, entry: CacheEntry) -> None:

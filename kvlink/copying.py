@@ -119,7 +119,7 @@ class Copier:
 
     def __init__(self, *, num_threads: int, inline_nbytes: int, chunk_nbytes: int) -> None:
         self.inline_nbytes = inline_nbytes
-        self._chunk_nbytes = chunk_nbytes
+        self.chunk_nbytes = chunk_nbytes
         self._num_threads = num_threads
         self._condition = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -138,8 +138,15 @@ class Copier:
         if nbytes <= self.inline_nbytes:
             copy_now(copies)
             return
+        await self.run_calls(partial(copy_now, chunk) for chunk in cut(copies, self.chunk_nbytes))
+
+    async def run_calls(self, chunks: Iterator[Callable[[], None]]) -> None:
+        """Make these calls in the threads, several at the same time; as `run`, whatever a call raises ends the job.
+
+        Args:
+            chunks: calls of about a millisecond each that do not need the GIL.
+        """
         done = anyio.Event()
-        chunks = (partial(copy_now, chunk) for chunk in cut(copies, self._chunk_nbytes))
         job = _Job(chunks, partial(_call, current_call_soon(), done.set))
         if not self._submit(job):
             raise ClosedError("the cluster is closed; nothing is copied any more")

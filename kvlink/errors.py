@@ -49,6 +49,9 @@ class StatusCode(IntEnum):
     LLM_DEVICE_MEM_ERROR = _BASE + 1000
     LLM_SUSPECT_REMOTE_ERROR = _BASE + 1001
 
+    def __str__(self) -> str:
+        return f"StatusCode.{self.name}"
+
     @property
     def is_ok(self) -> bool:
         """Whether this is `LLM_SUCCESS`."""

@@ -170,7 +170,7 @@ class CacheDesc:
 
 
 class TensorRun(NamedTuple):
-    """`num_tensors` consecutive tensors, the first at `offset` bytes in `region`, each `stride` bytes after the last."""
+    """`num_tensors` consecutive tensors: the first at byte `offset` of `region`, each `stride` bytes after the last."""
 
     region: int
     offset: int

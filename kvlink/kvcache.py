@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from kvlink.arrivals import Arrivals
 from kvlink.caches import CacheEntry
 from kvlink.checks import Blocks, check_blocks
 from kvlink.errors import CacheNotFoundError
@@ -29,6 +30,8 @@ class KvCache:
         cache_id: by which peers may address it (`CacheKeyByIdAndIndex`).
         desc: shape, data type and placement.
         is_blocks: whether dimension 0 is blocks (paged) rather than slots.
+        is_registered: whether the memory is the caller's own rather than the pool's.
+        arrivals: what layer-wise pushes of peers have put into it.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class KvCache:
         self.cache_id = entry.cache_id
         self.desc = entry.desc
         self.is_blocks = entry.geometry.is_blocks
+        self.is_registered = not entry.is_consumable
+        self.arrivals = Arrivals(entry.cache_id)
         self.store = store
         self._entry = entry
         self._tensors = tensors
@@ -96,6 +101,7 @@ class KvCache:
         """Let go of everything; the handle is of no more use. Internal: callers use `deallocate_cache`."""
         self._finalizer.detach()
         self._tensors = ()
+        self.arrivals.close(CacheNotFoundError(f"cache {self.cache_id} was deallocated, or its cluster is closed"))
 
     def __repr__(self) -> str:
         state = "" if self.is_valid else " (deallocated)"

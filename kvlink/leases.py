@@ -11,7 +11,6 @@ it when the cache ends.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 from kvlink.caches import CacheEntry, CacheTable
@@ -21,7 +20,7 @@ from kvlink.keys import KeyName
 class ReadLease(NamedTuple):
     """Peer `holder` reads slot `slot` of `entry` until `expires_at` at the latest."""
 
-    holder: Hashable
+    holder: bytes
     entry: CacheEntry
     slot: int
     name: KeyName | None
@@ -31,7 +30,7 @@ class ReadLease(NamedTuple):
 class WriteLease(NamedTuple):
     """Peer `holder` may write into `entry`."""
 
-    holder: Hashable
+    holder: bytes
     entry: CacheEntry
 
 
@@ -48,13 +47,13 @@ class LeaseBook:
         self._writes: dict[int, WriteLease] = {}
         self._next = 1
 
-    def open_read(self, holder: Hashable, entry: CacheEntry, slot: int, name: KeyName | None, expires_at: float) -> int:
+    def open_read(self, holder: bytes, entry: CacheEntry, slot: int, name: KeyName | None, expires_at: float) -> int:
         """Give a read lease and return its number."""
         number = self._number(entry)
         self._reads[number] = ReadLease(holder, entry, slot, name, expires_at)
         return number
 
-    def close_read(self, holder: Hashable, number: int, tensors: tuple[int, int] | None) -> None:
+    def close_read(self, holder: bytes, number: int, tensors: tuple[int, int] | None) -> None:
         """End a read lease; `tensors` (first, stop) were delivered and count towards the key. Unknown: no-op."""
         lease = self._reads.get(number)
         if lease is None or lease.holder != holder:
@@ -64,7 +63,7 @@ class LeaseBook:
             self._table.mark_read(lease.entry, lease.name, lease.slot, *tensors)
         self._table.unpin(lease.entry)
 
-    def open_write(self, holder: Hashable, entry: CacheEntry) -> int:
+    def open_write(self, holder: bytes, entry: CacheEntry) -> int:
         """Give a write lease, or the one that `holder` already has on this cache, and return its number."""
         for number, lease in self._writes.items():
             if lease.holder == holder and lease.entry is entry:
@@ -73,27 +72,27 @@ class LeaseBook:
         self._writes[number] = WriteLease(holder, entry)
         return number
 
-    def close_write(self, holder: Hashable, number: int) -> None:
+    def close_write(self, holder: bytes, number: int) -> None:
         """End a write lease: nothing is written under it any more. Unknown: no-op."""
         lease = self._writes.get(number)
         if lease is not None and lease.holder == holder:
             del self._writes[number]
             self._table.unpin(lease.entry)
 
-    def writers_of(self, entry: CacheEntry) -> list[tuple[Hashable, int]]:
+    def writers_of(self, entry: CacheEntry) -> list[tuple[bytes, int]]:
         """Return ``(holder, number)`` of the write leases on `entry`."""
         return [(lease.holder, number) for number, lease in self._writes.items() if lease.entry is entry]
 
-    def is_writer(self, holder: Hashable) -> bool:
+    def is_writer(self, holder: bytes) -> bool:
         """Whether `holder` has a write lease on anything."""
         return any(lease.holder == holder for lease in self._writes.values())
 
-    def drop_readers(self, holder: Hashable) -> None:
+    def drop_readers(self, holder: bytes) -> None:
         """End the read leases of a peer whose link has ended; nothing counts as delivered."""
         for number in [number for number, lease in self._reads.items() if lease.holder == holder]:
             self.close_read(holder, number, None)
 
-    def drop_writers(self, holder: Hashable) -> None:
+    def drop_writers(self, holder: bytes) -> None:
         """End the write leases of a peer that is certain to write no more."""
         for number in [number for number, lease in self._writes.items() if lease.holder == holder]:
             self.close_write(holder, number)

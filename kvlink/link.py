@@ -20,9 +20,10 @@ import anyio
 
 from kvlink.errors import KVLinkError, LinkLostError, NotLinkedError, ProtocolError, error_for
 from kvlink.geometry import Role
+from kvlink.grants import WriteGrants
 from kvlink.linkstate import LinkEvent, LinkState, next_state
 from kvlink.stats import LinkStats
-from kvlink.wire import Answer, CloseRead, Failed, Found, Goodbye, Message, Ping, Pong, Target, encode
+from kvlink.wire import Answer, CloseRead, Failed, Found, Goodbye, Message, Ping, Pong, Recall, Target, encode
 
 if TYPE_CHECKING:
     from kvlink.handshake import Greeted
@@ -48,6 +49,8 @@ class Link:
         transport: what moves the bytes: ``"shm"`` ...
         reason: why this transport was chosen, and others were not.
         state, stats: where it is in its life, and what went over it.
+        views, grants: where the peer's caches lie, and which of them we may write into.
+        is_orderly: whether the peer has said, or shown by hanging up after our goodbye, that it moves nothing any more.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Link:
         *,
         address: str,
         max_frame_nbytes: int,
+        close_timeout_s: float,
         on_message: MessageHandler,
         on_closed: Callable[[Link], None],
     ) -> None:
@@ -69,11 +73,15 @@ class Link:
         self.state = next_state(LinkState.GREETING, LinkEvent.HELLO)
         self.stats = LinkStats()
         self.views: dict[Target, Found] = {}
+        self.grants = WriteGrants(self.post)
+        self.is_orderly = False
+        self._has_said_goodbye = False
         self.heard_at = self.sent_at = anyio.current_time()
         self.closed = anyio.Event()
         self._stream = greeted.stream
         self._decoder = greeted.decoder
         self._decoder.max_nbytes = max_frame_nbytes
+        self._close_timeout_s = close_timeout_s
         self._on_message = on_message
         self._on_closed = on_closed
         self._scope = anyio.CancelScope()
@@ -183,10 +191,9 @@ class Link:
         is_told = False
         try:
             with anyio.move_on_after(timeout_s):
-                while self._num_operations:
-                    self._is_idle = anyio.Event()
-                    await self._is_idle.wait()
+                await self._wait_idle()
                 self.post(Goodbye(reason))
+                self._has_said_goodbye = True
                 await self.closed.wait()
                 is_told = True
         finally:
@@ -211,6 +218,11 @@ class Link:
         self._scope.cancel()
         self._on_closed(self)
 
+    async def _wait_idle(self) -> None:
+        while self._num_operations:
+            self._is_idle = anyio.Event()
+            await self._is_idle.wait()
+
     def _gone(self) -> KVLinkError:
         error = self._error
         if isinstance(error, LinkLostError):
@@ -225,7 +237,11 @@ class Link:
                 for message in decoder.messages():
                     stats.messages_received += 1
                     if isinstance(message, Goodbye):
+                        self.is_orderly = True
                         self.state = next_state(self.state, LinkEvent.CLOSE_ASKED)
+                        # Hanging up tells the peer that nothing of ours moves any more, so nothing may.
+                        with anyio.move_on_after(self._close_timeout_s):
+                            await self._wait_idle()
                         return NotLinkedError(
                             f"cluster {self.peer} has ended the link: {message.reason or 'no reason given'}",
                             peer=self.peer,
@@ -237,6 +253,7 @@ class Link:
             _log.warning("closed the link to cluster %d: %s", self.peer, exc)
             return LinkLostError(f"cluster {self.peer} broke the protocol: {exc}; link again", peer=self.peer)
         except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as exc:
+            self.is_orderly = self._has_said_goodbye and isinstance(exc, anyio.EndOfStream)
             lost = LinkLostError(
                 f"cluster {self.peer} hung up ({exc or type(exc).__name__}); link again", peer=self.peer
             )
@@ -253,9 +270,11 @@ class Link:
                 waiting.answer = message
                 waiting.settled.set()
             elif isinstance(message, Found) and message.lease:
-                self.post(CloseRead(message.lease))  # whoever asked has gone
+                self.post(CloseRead(message.lease))  # whoever asked has gone; a write lease waits to be recalled
         elif isinstance(message, Ping):
             self.post(Pong(message.seq))
+        elif isinstance(message, Recall):
+            self.grants.recall(message.lease)
         else:
             reply = self._on_message(self, message)
             if reply is not None:
@@ -274,7 +293,11 @@ class Link:
                 await self._has_post.wait()
 
     async def _watch(self) -> None:
-        await self.endpoint.wait_peer_death()
+        watch = self.endpoint.watch_death()
+        try:
+            await watch.wait()
+        finally:
+            watch.close()
         # What it sent before it died is still in the socket, its end behind it: let the reader find both first. Only a
         # socket that somebody else inherited stays open, and then this is what ends the link.
         await anyio.sleep(_DEATH_GRACE_S)

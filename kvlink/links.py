@@ -284,6 +284,7 @@ class LinkTable:
             greeted,
             address=address,
             max_frame_nbytes=self._config.max_frame_nbytes,
+            close_timeout_s=self._config.close_timeout_s,
             on_message=self._on_message,
             on_closed=self._closed,
         )

@@ -2,112 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from anyio.abc import TaskGroup
+
+from kvlink.bookkeeping import OWNERS, READERS, CacheBookkeeping
 from kvlink.checks import Blocks, check_layer_width
-from kvlink.config import ClusterConfig, check_seconds
-from kvlink.errors import ParameterError, ParameterTypeError, RoleError
-from kvlink.geometry import CacheDesc, Placement, Role, check_int
-from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, KeyName, check_pull_key
+from kvlink.config import ClusterConfig
+from kvlink.copies import LocalCopier
+from kvlink.copying import Copier
+from kvlink.geometry import Role, check_int
+from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
 from kvlink.kvcache import KvCache
+from kvlink.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from kvlink.layerwise import CacheTask, LayerPusher
 from kvlink.links import LinkTable
 from kvlink.pulls import Puller
+from kvlink.pushes import Pusher
 from kvlink.report import TransferReport
 from kvlink.store import CacheStore
 
-_OWNERS = frozenset({Role.PROMPT, Role.MIX})
-_READERS = frozenset({Role.DECODER, Role.MIX})
 
-
-class KvCacheManager:
+class KvCacheManager(CacheBookkeeping):
     """The caches of one cluster and what moves them. Reached as `Cluster.kv_cache_manager`.
 
     Which role may call what: the spec, section 12; MIX may do whatever either role may. A call that the role forbids
     raises `RoleError` before anything else is looked at.
     """
 
-    def __init__(self, store: CacheStore, links: LinkTable, config: ClusterConfig, role: Callable[[], Role]) -> None:
-        self._store = store
-        self._config = config
-        self._role = role
+    def __init__(
+        self,
+        store: CacheStore,
+        links: LinkTable,
+        config: ClusterConfig,
+        role: Callable[[], Role],
+        copier: Copier,
+        tasks: TaskGroup,
+    ) -> None:
+        super().__init__(store, config, role)
         self._puller = Puller(store, links)
-
-    def allocate_cache(self, desc: CacheDesc, cache_keys: Sequence[CacheKey] = ()) -> KvCache:
-        """Take a contiguous cache from the pool and bind key i to slot i.
-
-        Args:
-            desc: what to allocate; ``shape[0]`` is the number of slots. Contents are not initialised.
-            cache_keys: at most one per slot. A key with ``req_id=ABSENT`` holds a slot's place and binds nothing; of
-                the same key twice the last one counts. PROMPT and MIX only.
-
-        Ownership: yours until `deallocate_cache`; bound keys keep it readable for peers after that.
-
-        Raises:
-            ParameterError: more keys than slots, or a key that is bound already; nothing is allocated.
-            OutOfMemoryError: no room; nothing is allocated and no key is bound.
-
-        Source: the spec, section 6.2.
-        """
-        _check_desc(desc)
-        if not isinstance(cache_keys, (list, tuple)):
-            raise ParameterTypeError(f"cache_keys must be a list or tuple of CacheKey, got {cache_keys!r}")
-        if cache_keys:
-            self._check_role("allocate_cache with keys", _OWNERS)
-        if desc.placement is not Placement.DEVICE and cache_keys:
-            raise ParameterError("keys are bound to caches of placement DEVICE only")
-        names: list[KeyName | None] = []
-        for index, key in enumerate(cache_keys):
-            if not isinstance(key, CacheKey):
-                raise ParameterTypeError(f"cache_keys[{index}] must be a CacheKey, got {key!r}")
-            names.append(None if key.is_placeholder else key.name)
-        if len(names) > desc.num_slots:
-            raise ParameterError(f"{len(names)} keys for a cache of {desc.num_slots} slots; slot i takes key i")
-        return self._store.allocate(desc, names, is_blocks=False)
-
-    def allocate_blocks_cache(self, desc: CacheDesc, blocks_cache_key: BlocksCacheKey | None = None) -> KvCache:
-        """Take a paged cache from the pool; ``desc.shape[0]`` is the number of blocks.
-
-        Args:
-            blocks_cache_key: under which peers find it; one live cache per model. PROMPT and MIX only.
-
-        Raises:
-            ParameterError: the model has a live blocks cache already; nothing is allocated.
-            OutOfMemoryError: no room; nothing is allocated.
-
-        Source: the spec, section 6.6.
-        """
-        _check_desc(desc)
-        if blocks_cache_key is None:
-            return self._store.allocate(desc, (), is_blocks=True)
-        self._check_role("allocate_blocks_cache with a key", _OWNERS)
-        if not isinstance(blocks_cache_key, BlocksCacheKey):
-            raise ParameterTypeError(f"blocks_cache_key must be a BlocksCacheKey, got {blocks_cache_key!r}")
-        return self._store.allocate(desc, (blocks_cache_key.name,), is_blocks=True)
-
-    def deallocate_cache(self, cache: KvCache) -> None:
-        """Give a cache back; the handle is of no more use. A second time does nothing.
-
-        Keys that are still bound keep it alive and readable for peers; the key of a blocks cache goes at once. The
-        memory itself is reused only when no key, no transfer, no lease and no view is left.
-
-        Source: the spec, sections 5.2 and 6.3.
-        """
-        if not isinstance(cache, KvCache):
-            raise ParameterTypeError(f"deallocate_cache takes a KvCache, got {cache!r}")
-        if cache.store is not self._store:
-            raise ParameterError(f"{cache!r} belongs to another cluster")
-        self._store.deallocate(cache)
-
-    def remove_cache_key(self, cache_key: CacheKey) -> None:
-        """Release a key, whatever was pulled of it; an unknown one is no error. PROMPT and MIX only.
-
-        Source: the spec, section 6.4.
-        """
-        self._check_role("remove_cache_key", _OWNERS)
-        if not isinstance(cache_key, CacheKey):
-            raise ParameterTypeError(f"remove_cache_key takes a CacheKey, got {cache_key!r}")
-        self._store.check_usable()
-        self._store.table.remove_key(cache_key.name)
+        self._pusher = Pusher(store, links)
+        self._local = LocalCopier(store, copier)
+        self._layers = LayerPusher(store, links, config, tasks)
 
     async def pull_blocks(
         self,
@@ -149,7 +85,7 @@ class KvCacheManager:
 
         Source: the spec, section 6.7.
         """
-        self._check_role("pull_blocks", _READERS)
+        self._check_role("pull_blocks", READERS)
         return await self._puller.pull_blocks(
             key,
             cache,
@@ -202,7 +138,7 @@ class KvCacheManager:
 
         Source: the spec, sections 5.3 and 6.5.
         """
-        self._check_role("pull_cache", _READERS)
+        self._check_role("pull_cache", READERS)
         key = check_pull_key(key)
         if size != -1:
             size = check_int("size", size, 1, 2**63 - 1)
@@ -222,16 +158,172 @@ class KvCacheManager:
             timeout_s=self._timeout_s(timeout_s),
         )
 
-    def _check_role(self, call: str, allowed: frozenset[Role]) -> None:
-        role = self._role()
-        if role not in allowed:
-            names = " and ".join(sorted(each.name for each in allowed))
-            raise RoleError(f"{call} is for {names}; this cluster is {role.name}")
+    async def push_blocks(
+        self,
+        key: BlocksCacheKey | CacheKeyByIdAndIndex,
+        cache: KvCache,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        *,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        tensor_num_per_layer: int = 2,
+        timeout_s: float | None = None,
+    ) -> TransferReport:
+        """Copy blocks of our cache into a peer's, for every tensor of the chosen layers. Any role.
 
-    def _timeout_s(self, timeout_s: float | None) -> float:
-        return self._config.operation_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        ``src_blocks[i]`` of `cache` lands in ``dst_blocks[i]`` of the peer's cache, whole. The call returns once the
+        peer can see all of them. It runs under a write lease: one round trip the first time, none after that.
 
+        Args:
+            key: of the peer's cache: its blocks key, or its cache id.
+            Others: as for `pull_blocks`, with the sides exchanged.
 
-def _check_desc(desc: object) -> None:
-    if not isinstance(desc, CacheDesc):
-        raise ParameterTypeError(f"a cache is described by a CacheDesc, got {desc!r}")
+        Ownership: do not write the source blocks until the call has ended; who uses the destination blocks is for the
+        two applications to agree on.
+        Cancellation: waits until nothing is in flight; leaves the destination undefined.
+
+        Raises:
+            As `pull_blocks`; CacheNotFoundError also when the peer's cache ended meanwhile (nobody else's memory was
+            touched).
+
+        Source: the spec, section 9.4.
+        """
+        return await self._pusher.push_blocks(
+            key,
+            cache,
+            src_blocks,
+            dst_blocks,
+            src_layer_range=src_layer_range,
+            dst_layer_range=dst_layer_range,
+            tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
+            timeout_s=self._timeout_s(timeout_s),
+        )
+
+    async def push_cache(
+        self,
+        key: CacheKeyByIdAndIndex,
+        cache: KvCache,
+        src_batch_index: int = 0,
+        *,
+        size: int = -1,
+        src_layer_range: range | None = None,
+        dst_layer_range: range | None = None,
+        tensor_num_per_layer: int = 2,
+        timeout_s: float | None = None,
+    ) -> TransferReport:
+        """Copy slot `src_batch_index` of our cache into the slot of a peer's cache that `key` names. Any role.
+
+        Args:
+            size: bytes per tensor; -1 for the whole source slot, which must fit into the destination slot.
+            Others: as for `push_blocks`.
+
+        Source: the spec, section 9.4.
+        """
+        if size != -1:
+            size = check_int("size", size, 1, 2**63 - 1)
+        return await self._pusher.push_cache(
+            key,
+            cache,
+            check_int("src_batch_index", src_batch_index, 0, 2**32 - 1),
+            size,
+            src_layer_range=src_layer_range,
+            dst_layer_range=dst_layer_range,
+            tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
+            timeout_s=self._timeout_s(timeout_s),
+        )
+
+    def transfer_cache_async(
+        self,
+        src_cache: KvCache,
+        layer_synchronizer: LayerSynchronizer,
+        transfer_configs: Sequence[TransferConfig | TransferWithCacheKeyConfig],
+        src_block_indices: Blocks | None = None,
+        dst_block_indices: Blocks | None = None,
+        dst_block_memory_size: int | None = None,
+    ) -> CacheTask:
+        """Push a cache layer by layer while it is being computed, to one or several peers. PROMPT and MIX only.
+
+        Returns at once with a `CacheTask` that can be awaited, polled and cancelled. The synchroniser is asked for each
+        layer once, ascending, for as many layers as any destination wants; a layer travels while the next one is
+        computed. K and V of a layer are two tensors, always. Keys and references are not touched on either side.
+        Receivers can await layers and the end: `KvCache.arrivals`.
+
+        Args:
+            transfer_configs: the destinations.
+            src_block_indices, dst_block_indices: blocks to send and where they go; equally many. Only destination
+                blocks: the source slot is laid into them, the last one perhaps in part.
+            dst_block_memory_size: bytes of a destination block in that case; else None, 0, or the source's.
+
+        Ownership: layers that have been reported as computed must not be written until the task has ended.
+
+        Raises:
+            RoleError, ParameterError: nothing has started. Everything later is the task's.
+
+        Source: the spec, section 8.
+        """
+        self._check_role("transfer_cache_async", OWNERS)
+        return self._layers.start(
+            src_cache,
+            layer_synchronizer,
+            transfer_configs,
+            src_block_indices,
+            dst_block_indices,
+            dst_block_memory_size,
+        )
+
+    async def copy_cache(
+        self,
+        dst: KvCache,
+        src: KvCache,
+        dst_batch_index: int = 0,
+        src_batch_index: int = 0,
+        offset: int = 0,
+        size: int = -1,
+    ) -> None:
+        """Copy a slot of one of our caches into a slot of another, or of the same; destination first. Any role.
+
+        Args:
+            offset: bytes into *both* slots.
+            size: bytes per tensor; -1 for the rest of the source slot after `offset`.
+
+        Raises:
+            ParameterError, MismatchError: slots, offset and size do not fit, or the caches differ in tensors or data
+                type; no byte has moved.
+            CacheNotFoundError: a cache was deallocated.
+
+        Source: the spec, section 6.8.
+        """
+        if size != -1:
+            size = check_int("size", size, 1, 2**63 - 1)
+        await self._local.copy_cache(
+            dst,
+            src,
+            check_int("dst_batch_index", dst_batch_index, 0, 2**32 - 1),
+            check_int("src_batch_index", src_batch_index, 0, 2**32 - 1),
+            check_int("offset", offset, 0, 2**63 - 1),
+            size,
+        )
+
+    async def copy_blocks(self, cache: KvCache, copy_block_info: Mapping[int, Sequence[int]]) -> None:
+        """Copy blocks inside one cache: each key block to every block of its list, in all tensors. Any role.
+
+        Copies behave as if all sources were read before anything is written, so ``{0: [1], 1: [0]}`` exchanges two
+        blocks. A destination may occur once. An empty dict is a no-op. Nothing moves if any number is wrong.
+
+        Source: the spec, section 6.9.
+        """
+        await self._local.copy_blocks(cache, copy_block_info)
+
+    async def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: Mapping[int, int]) -> None:
+        """Copy blocks between a HOST and a DEVICE cache, one way: the source stays as it is. Any role.
+
+        From HOST to DEVICE it swaps in, from DEVICE to HOST it swaps out. An empty dict is a no-op.
+
+        Raises:
+            ParameterError: not exactly one of the two is a HOST cache, or a number is wrong; no byte has moved.
+            MismatchError: different block sizes, tensors or data types.
+
+        Source: the spec, section 6.10.
+        """
+        await self._local.swap_blocks(src, dst, src_to_dst)

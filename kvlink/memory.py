@@ -6,8 +6,12 @@ caller owns and has registered; they are never used twice.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from kvlink.pool import Bytes, Segment
 
@@ -15,6 +19,9 @@ POOL: Final = 0
 HOST_POOL: Final = 1
 STATE: Final = 2
 FIRST_REGISTERED: Final = 16
+
+_MAX_SPREAD: Final = 64
+"""Buffers share a region while its addresses span at most this many times their bytes."""
 
 
 @dataclass(slots=True)
@@ -24,10 +31,12 @@ class LocalRegion:
     Args:
         memory: all of it, uint8.
         segment: the memfd behind it, which peers can map; None for memory that the caller owns.
+        exports: what keeps memory of the caller alive and in its place.
     """
 
     memory: Bytes
     segment: Segment | None = None
+    exports: tuple[Bytes, ...] = ()
 
     @property
     def address(self) -> int:
@@ -47,11 +56,25 @@ class LocalMemory(dict[int, LocalRegion]):
         super().__init__()
         self._next = FIRST_REGISTERED
 
-    def register(self, memory: Bytes) -> int:
-        """Enter memory that the caller owns and return its region number; the caller keeps it valid until `forget`."""
+    def register(self, buffers: Sequence[Bytes]) -> list[tuple[int, int]]:
+        """Enter memory that the caller owns and return the ``(region, offset)`` of each buffer.
+
+        Buffers that lie near each other share one region, so that tensors at a constant stride become one run. What
+        lies between them is never touched: a region is a range of addresses, not a right to all of it.
+        """
+        low = min(int(buffer.ctypes.data) for buffer in buffers)
+        high = max(int(buffer.ctypes.data) + len(buffer) for buffer in buffers)
+        total = sum(map(len, buffers))
+        if high - low <= _MAX_SPREAD * total:
+            span = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
+            number = self._enter(LocalRegion(span, exports=tuple(buffers)))
+            return [(number, int(buffer.ctypes.data) - low) for buffer in buffers]
+        return [(self._enter(LocalRegion(buffer, exports=(buffer,))), 0) for buffer in buffers]
+
+    def _enter(self, region: LocalRegion) -> int:
         number = self._next
         self._next += 1
-        self[number] = LocalRegion(memory)
+        self[number] = region
         return number
 
     def forget(self, region: int) -> None:

@@ -65,14 +65,14 @@ class Puller:
         if not isinstance(key, BlocksCacheKey):
             raise ParameterTypeError(f"the key must be a BlocksCacheKey, got {key!r}")
         width = check_layer_width(tensor_num_per_layer)
-        entry = self._own_entry(cache)
+        entry = self._store.own_entry(cache, "the destination")
         ours = check_layers("dst_layer_range", dst_layer_range, entry.desc.num_tensors, width)
         destination = check_blocks("dst_blocks", dst_blocks, entry.desc.num_slots, is_unique=True)
         source = check_blocks("src_blocks", src_blocks, 2**63)
         check_same_length(source, destination)
         link = self._links.open_link(key.cluster_id)
         if not destination:
-            return _report(link, 0, 0, started, ())
+            return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
         name = key.name
         link.begin()
         movement = self._store.begin_moving(entry, destination)
@@ -93,7 +93,7 @@ class Puller:
         finally:
             self._store.end_moving(entry, movement)
             link.end()
-        return _report(link, nbytes, num_extents, started, tuple(destination))
+        return TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, tuple(destination))
 
     async def pull_cache(
         self,
@@ -111,7 +111,7 @@ class Puller:
     ) -> TransferReport:
         """See `KvCacheManager.pull_cache`. All arguments but the layer ranges have been checked by themselves."""
         started = await self._start()
-        entry = self._own_entry(cache)
+        entry = self._store.own_entry(cache, "the destination")
         desc = entry.desc
         if batch_index >= desc.num_slots:
             raise ParameterError(f"batch_index is {batch_index}; the cache has slots 0 to {desc.num_slots - 1}")
@@ -158,7 +158,7 @@ class Puller:
                 link.post(CloseRead(found.lease, delivered))
             self._store.end_moving(entry, movement)
             link.end()
-        return _report(link, total, num_extents, started, (batch_index,))
+        return TransferReport.of(link.peer, link.transport, total, num_extents, started, (batch_index,))
 
     async def _start(self) -> float:
         started = perf_counter()
@@ -166,14 +166,6 @@ class Puller:
             await anyio.lowlevel.checkpoint()
             self._yielded_at = started = perf_counter()
         return started
-
-    def _own_entry(self, cache: object) -> CacheEntry:
-        if not isinstance(cache, KvCache):
-            raise ParameterTypeError(f"the destination must be a KvCache, got {cache!r}")
-        self._store.check_usable()
-        if cache.store is not self._store:
-            raise ParameterError(f"{cache!r} belongs to another cluster")
-        return cache.entry()
 
     async def _get(
         self,
@@ -199,14 +191,3 @@ class Puller:
         link.stats.pulls += 1
         link.stats.nbytes_pulled += nbytes
         return len(extents)
-
-
-def _report(link: Link, nbytes: int, num_extents: int, started: float, done: tuple[int, ...]) -> TransferReport:
-    return TransferReport(
-        peer=link.peer,
-        transport=link.transport,
-        nbytes=nbytes,
-        num_extents=num_extents,
-        duration_s=perf_counter() - started,
-        done=done,
-    )

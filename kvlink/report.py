@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import NamedTuple
 
 import msgspec
@@ -40,6 +41,13 @@ class TransferReport(msgspec.Struct, frozen=True):
     duration_s: float
     done: tuple[int, ...]
     failed: tuple[BlockFailure, ...] = ()
+
+    @classmethod
+    def of(
+        cls, peer: int, transport: str, nbytes: int, num_extents: int, started: float, done: tuple[int, ...]
+    ) -> TransferReport:
+        """Return the report of a movement that began at `started` (``perf_counter``) and has just ended well."""
+        return cls(peer, transport, nbytes, num_extents, perf_counter() - started, done)
 
     @property
     def gb_per_s(self) -> float:

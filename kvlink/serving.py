@@ -1,13 +1,16 @@
-"""What a cluster answers when a peer asks about its caches. Plain functions of the store; nothing waits."""
+"""What a cluster does when a peer asks about its caches, and what it takes back when a peer goes."""
 
 from __future__ import annotations
 
 import anyio
+from anyio.abc import TaskGroup
 
+from kvlink.caches import CacheEntry
 from kvlink.errors import KVLinkError
 from kvlink.link import Link
 from kvlink.store import CacheStore
-from kvlink.wire import CloseRead, Failed, Found, LookUp, Message, OpenRead
+from kvlink.transports.base import DeathWatch
+from kvlink.wire import CloseRead, CloseWrite, Failed, Found, LayerEvent, LookUp, Message, OpenRead, OpenWrite, Recall
 
 
 class CacheServer:
@@ -15,36 +18,70 @@ class CacheServer:
 
     Args:
         store: what it owns.
+        tasks: the cluster's, for waiting until a lost writer is certain to be dead.
     """
 
-    def __init__(self, store: CacheStore) -> None:
+    def __init__(self, store: CacheStore, tasks: TaskGroup) -> None:
         self._store = store
+        self._tasks = tasks
+        self._open: dict[bytes, Link] = {}
+        store.table.on_ended = self._recall
+
+    def on_opened(self, link: Link) -> None:
+        """Know a new link."""
+        self._open[link.incarnation] = link
 
     def on_message(self, link: Link, message: Message) -> Message | None:
-        """Serve one message and return the answer, if it has one."""
-        if isinstance(message, (LookUp, OpenRead)):
+        """Serve one message and return the answer, if it has one. Waits for nothing."""
+        if isinstance(message, (LookUp, OpenRead, OpenWrite)):
             try:
                 return self._find(link, message)
             except KVLinkError as exc:
                 return Failed(message.seq, exc.status, str(exc)[:1000])
+        holder = link.incarnation
         if isinstance(message, CloseRead):
-            self._store.leases.close_read(link.incarnation, message.lease, message.tensors)
+            self._store.leases.close_read(holder, message.lease, message.tensors)
+        elif isinstance(message, CloseWrite):
+            self._store.leases.close_write(holder, message.lease)
+        elif isinstance(message, LayerEvent):
+            handle = self._store.handle(message.cache_id)
+            if handle is not None:
+                handle.arrivals.take(link.peer, message)
         return None
 
     def on_closed(self, link: Link) -> None:
-        """Take back what a peer held whose link has ended."""
-        self._store.leases.drop_readers(link.incarnation)
+        """Take back what a peer held whose link has ended: at once, but for what it could still write into."""
+        leases, holder = self._store.leases, link.incarnation
+        if self._open.get(holder) is link:
+            del self._open[holder]
+        leases.drop_readers(holder)
+        for handle in self._store.handles():
+            handle.arrivals.lose(link.peer)
+        if not leases.is_writer(holder):
+            return
+        if link.is_orderly:
+            leases.drop_writers(holder)
+        else:
+            self._tasks.start_soon(self._outlive, link.endpoint.watch_death(), holder)
 
-    def _find(self, link: Link, message: LookUp | OpenRead) -> Found:
-        store = self._store
+    def _find(self, link: Link, message: LookUp | OpenRead | OpenWrite) -> Found:
+        store, target = self._store, message.target
         store.collect()
-        entry, slot, name = store.table.find(message.target)
+        if target.namespace == "address":
+            entry, slot, name = store.locate(target.id), 0, None
+        else:
+            entry, slot, name = store.table.find(target)
         lease = 0
         if isinstance(message, OpenRead):
             expires_at = anyio.current_time() + message.lease_s
             lease = store.leases.open_read(link.incarnation, entry, slot, name, expires_at)
+        elif isinstance(message, OpenWrite):
+            lease = store.leases.open_write(link.incarnation, entry)
         regions = {run.region for run in entry.geometry.runs}
-        link.endpoint.share(regions, for_writing=False)
+        link.endpoint.share(regions, for_writing=isinstance(message, OpenWrite))
+        addresses: tuple[tuple[int, int], ...] = ()
+        if target.namespace == "address":
+            addresses = tuple((region, store.memory[region].address) for region in sorted(regions))
         return Found(
             seq=message.seq,
             cache_id=entry.cache_id,
@@ -53,4 +90,20 @@ class CacheServer:
             word=entry.word,
             generation=entry.generation,
             lease=lease,
+            addresses=addresses,
         )
+
+    def _recall(self, entry: CacheEntry) -> None:
+        """A cache has ended: ask its writers to stop. Its memory waits for them."""
+        for holder, number in self._store.leases.writers_of(entry):
+            link = self._open.get(holder)
+            if link is not None:
+                link.post(Recall(number))
+
+    async def _outlive(self, watch: DeathWatch, holder: bytes) -> None:
+        """Keep what a lost peer may write into until the operating system says that it is dead."""
+        try:
+            await watch.wait()
+            self._store.leases.drop_writers(holder)
+        finally:
+            watch.close()

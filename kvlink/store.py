@@ -6,15 +6,17 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
+from kvlink.buffers import as_bytes
 from kvlink.caches import CacheEntry, CacheTable
-from kvlink.errors import ClosedError, OutOfMemoryError, ParameterError
-from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun
+from kvlink.errors import CacheNotFoundError, ClosedError, OutOfMemoryError, ParameterError, ParameterTypeError
+from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun, join_tensors
 from kvlink.keys import KeyName
 from kvlink.kvcache import KvCache
 from kvlink.leases import LeaseBook
 from kvlink.memory import HOST_POOL, POOL, STATE, LocalMemory, LocalRegion
-from kvlink.pool import Pool, Segment, as_tensors
+from kvlink.pool import Bytes, Pool, Segment, as_tensors
 from kvlink.stateregion import WORD_NBYTES, StateRegion
 
 
@@ -97,6 +99,59 @@ class CacheStore:
         self._handles[entry.cache_id] = handle
         return handle
 
+    def register(
+        self, desc: CacheDesc, buffers: Sequence[object], names: Sequence[KeyName | None], *, is_blocks: bool
+    ) -> KvCache:
+        """Enter memory that the caller owns as a cache; all or nothing. Its keys are never consumed by pulls.
+
+        Raises:
+            ParameterError: a key is bound already, or a buffer does not fit the description.
+        """
+        self.check_usable()
+        self.collect()
+        if desc.data_type is DataType.STRING:
+            raise ParameterError("data type 'string' has no fixed size and cannot be registered")
+        if len(buffers) != desc.num_tensors:
+            raise ParameterError(f"{len(buffers)} buffers for a cache of {desc.num_tensors} tensors")
+        self.table.check_names(names)
+        flat = [as_bytes(f"buffers[{index}]", buffer, desc.tensor_nbytes) for index, buffer in enumerate(buffers)]
+        _check_distinct(flat)
+        places = self.memory.register(flat)
+        try:
+            geometry = describe(desc, join_tensors(places), is_blocks=is_blocks)
+            entry = self.table.add(desc, geometry, names, is_consumable=False)
+        except BaseException:
+            for region in {region for region, _ in places}:
+                self.memory.forget(region)
+            raise
+        dtype = desc.data_type.numpy_dtype
+        tensors = tuple(buffer.view(dtype).reshape(desc.shape) for buffer in flat)
+        handle = KvCache(self, entry, tensors, self._forgotten)
+        self._handles[entry.cache_id] = handle
+        return handle
+
+    def handle(self, cache_id: int) -> KvCache | None:
+        """Return the handle of a live cache, None where it was forgotten or never existed."""
+        return self._handles.get(cache_id)
+
+    def handles(self) -> list[KvCache]:
+        """Return the handles of all live caches."""
+        return list(self._handles.values())
+
+    def locate(self, address: int) -> CacheEntry:
+        """Return the live cache that has `address` in one of its tensors.
+
+        Raises:
+            CacheNotFoundError: none has.
+        """
+        for entry in self.table:
+            for region, offset, stride, num_tensors in entry.geometry.runs:
+                place = address - self.memory[region].address - offset
+                index = place // stride if stride else 0
+                if 0 <= index < num_tensors and 0 <= place - index * stride < entry.desc.tensor_nbytes:
+                    return entry
+        raise CacheNotFoundError(f"address {address:#x} is in no live cache")
+
     def deallocate(self, cache: KvCache) -> None:
         """Drop the id reference of a cache; a second time does nothing. Source: the spec, sections 5.2 and 6.3."""
         self.check_usable()
@@ -111,6 +166,15 @@ class CacheStore:
         if pool is None:
             raise ParameterError(f"this cluster has no {placement.name} pool; give Cluster a host_pool size")
         return pool
+
+    def own_entry(self, cache: object, what: str) -> CacheEntry:
+        """Return the record of a cache that a caller handed in as `what`; refuse one that is not ours or has ended."""
+        if not isinstance(cache, KvCache):
+            raise ParameterTypeError(f"{what} must be a KvCache, got {cache!r}")
+        self.check_usable()
+        if cache.store is not self:
+            raise ParameterError(f"{what} {cache!r} belongs to another cluster")
+        return cache.entry()
 
     def begin_moving(self, entry: CacheEntry, blocks: Sequence[int]) -> int:
         """Keep the memory of `entry` during a movement of ours, and let `KvCache.is_quiet` know of these blocks.
@@ -160,11 +224,22 @@ class CacheStore:
     def _free(self, entry: CacheEntry) -> None:
         if self._is_closed:
             return
+        if not entry.is_consumable:
+            for region in {run.region for run in entry.geometry.runs}:
+                self.memory.forget(region)
+            return
         run = entry.geometry.runs[0]
         for pool in self._pools.values():
             if pool.region == run.region:
                 pool.free(run.offset)
-                return
+
+
+def _check_distinct(buffers: Sequence[Bytes]) -> None:
+    """Refuse buffers that overlap: a transfer would write some bytes twice."""
+    order = sorted((int(buffer.ctypes.data), len(buffer), index) for index, buffer in enumerate(buffers))
+    for (low, nbytes, index), (after, _, other) in pairwise(order):
+        if low + nbytes > after:
+            raise ParameterError(f"buffers[{index}] and buffers[{other}] share memory")
 
 
 def describe(desc: CacheDesc, runs: tuple[TensorRun, ...], *, is_blocks: bool) -> CacheGeometry:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import anyio
 
 from kvlink.checks import check_geometry
-from kvlink.errors import ProtocolError, TransferTimeoutError
+from kvlink.errors import CacheNotFoundError, ProtocolError, TransferTimeoutError
+from kvlink.grants import WriteGrant
 from kvlink.link import Link
 from kvlink.memory import STATE
 from kvlink.stateregion import WORD_NBYTES
-from kvlink.wire import Found, LookUp, Message, OpenRead, Target
+from kvlink.wire import CloseRead, Found, LookUp, Message, OpenRead, OpenWrite, Target
 
 
 async def find_cache(link: Link, target: Target, *, timeout_s: float) -> Found:
@@ -37,12 +38,48 @@ async def open_read(link: Link, target: Target, *, timeout_s: float) -> Found:
     return await _ask(link, lambda seq, target: OpenRead(seq, target, timeout_s), target, timeout_s=timeout_s)
 
 
-async def _ask(link: Link, question: Callable[[int, Target], Message], target: Target, *, timeout_s: float) -> Found:
+async def open_write(link: Link, target: Target, *, timeout_s: float) -> WriteGrant:
+    """Return the right to write into a cache of the peer: one round trip the first time, then remembered.
+
+    Raises as `find_cache`, and FeatureNotEnabledError where the peer's memory cannot be written from here.
+    """
+    grant = link.grants.get(target)
+    if grant is not None:
+        if await link.endpoint.load_word(grant.found.word) == grant.found.generation:
+            return grant
+        link.grants.forget(target)
+    await _ask(link, OpenWrite, target, timeout_s=timeout_s, for_writing=True)
+    grant = link.grants.get(target)
+    if grant is None:
+        raise CacheNotFoundError(
+            f"the cache ended while it was being opened: {target}", peer=link.peer, phase="look-up"
+        )
+    return grant
+
+
+async def _ask(
+    link: Link,
+    question: Callable[[int, Target], Message],
+    target: Target,
+    *,
+    timeout_s: float,
+    for_writing: bool = False,
+) -> Found:
     with anyio.move_on_after(timeout_s):
         answer = await link.ask(lambda seq: question(seq, target))
         if not isinstance(answer, Found):
             raise ProtocolError(f"cluster {link.peer} answered a look-up with {type(answer).__name__}", peer=link.peer)
-        await _accept(link, answer)
+        if for_writing:
+            # Kept before anything can fail: only a lease that is known here can be given back when it is recalled.
+            link.grants.add(target, answer)
+        try:
+            await _accept(link, answer, for_writing=for_writing)
+        except BaseException:
+            if for_writing:
+                link.grants.forget(target)
+            elif answer.lease:
+                link.post(CloseRead(answer.lease))
+            raise
         return answer
     raise TransferTimeoutError(
         f"cluster {link.peer} did not say within {timeout_s} s where its cache lies; its event loop may be blocked",
@@ -51,11 +88,11 @@ async def _ask(link: Link, question: Callable[[int, Target], Message], target: T
     )
 
 
-async def _accept(link: Link, found: Found) -> None:
+async def _accept(link: Link, found: Found, *, for_writing: bool) -> None:
     """Make the regions of an answer addressable, and refuse one that points outside of them."""
     endpoint = link.endpoint
     regions = {run.region for run in found.geometry.runs}
-    await endpoint.reach(regions, for_writing=False)
+    await endpoint.reach(regions, for_writing=for_writing)
     if found.word >= endpoint.region_nbytes(STATE) // WORD_NBYTES:
         raise ProtocolError(f"cluster {link.peer} names state word {found.word}, which it has not", peer=link.peer)
     check_geometry(found.geometry, {region: endpoint.region_nbytes(region) for region in regions}, peer=link.peer)

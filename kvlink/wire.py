@@ -81,7 +81,11 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
 
 
 class Target(Struct, frozen=True):
-    """A cache of the receiver: by key (``request``, ``prefix`` or ``blocks``), or by cache id (``id``) and slot."""
+    """A cache of the receiver.
+
+    By key (namespace ``request``, ``prefix`` or ``blocks``), by cache id and slot (``id``), or by an address of the
+    receiver's that lies in it (``address``).
+    """
 
     namespace: Text
     id: UInt64
@@ -121,6 +125,8 @@ class Found(Struct, frozen=True, tag="found", kw_only=True):
     word: UInt32
     generation: UInt64
     lease: UInt64 = 0
+    addresses: tuple[tuple[UInt64, UInt64], ...] = ()
+    """Where the cache's regions begin in the owner: ``(region, address)``; for targets by address."""
 
 
 class Failed(Struct, frozen=True, tag="failed"):
@@ -155,6 +161,7 @@ class LayerEvent(Struct, frozen=True, tag="layer", kw_only=True):
 
     push_id: UInt64
     cache_id: UInt64
+    tag: Text = ""
     layer: UInt32 | None = None
     status: UInt32 = 0
     text: Text = ""

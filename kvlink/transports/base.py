@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from anyio.abc import TaskGroup
 
@@ -42,6 +43,16 @@ class Offer:
 
     address: str
     token: bytes
+
+
+class DeathWatch(Protocol):
+    """Tells when a peer's process has ended, also after its endpoint was closed."""
+
+    async def wait(self) -> None:
+        """Return when it has; never, where the operating system cannot tell."""
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
 
 
 class Endpoint(ABC):
@@ -81,8 +92,8 @@ class Endpoint(ABC):
         """Let the peer address these regions of ours. Returns at once; what was shared already is not sent again."""
 
     @abstractmethod
-    async def wait_peer_death(self) -> None:
-        """Return when the operating system says that the peer's process has ended; never, where it cannot tell."""
+    def watch_death(self) -> DeathWatch:
+        """Return a watch on the peer's process; it may be asked for until `aclose`, and outlives it."""
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -17,6 +17,7 @@ import secrets
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import numpy as np
@@ -27,13 +28,38 @@ from kvlink.acceptor import Acceptor
 from kvlink.copying import Copier, Copy
 from kvlink.errors import KVLinkError, LinkError, LinkLostError, ProtocolError
 from kvlink.memory import STATE, LocalMemory
-from kvlink.plan import Extent
+from kvlink.plan import Extent, total_nbytes
 from kvlink.pool import Bytes, Segment
 from kvlink.stateregion import order_memory
 from kvlink.transports.base import Capabilities, Endpoint, Offer, Transport
+from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors
 from kvlink.transports.shm_channel import TOKEN_NBYTES, Channel, SharedRegion
 
 _GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+
+class PidfdWatch:
+    """Waits on a pidfd of its own.
+
+    Args:
+        fd: owned from now on; None where the kernel has none to give.
+    """
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    async def wait(self) -> None:
+        """See `DeathWatch`."""
+        if self._fd is None:
+            await anyio.sleep_forever()
+        else:
+            await anyio.wait_readable(self._fd)
+
+    def close(self) -> None:
+        """See `DeathWatch`."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 class ShmEndpoint(Endpoint):
@@ -49,6 +75,7 @@ class ShmEndpoint(Endpoint):
         self._channel = channel
         self._segments: dict[int, Segment] = {}
         self._remote: dict[int, Bytes] = {}
+        self._foreign: dict[int, ForeignMemory] = {}
         self._words: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._shared: dict[int, bool] = {}
         self._to_share: deque[tuple[int, bool]] = deque()
@@ -60,6 +87,9 @@ class ShmEndpoint(Endpoint):
     async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
         self._check_open()
         local, remote = self._local, self._remote
+        if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
+            await self._copy_foreign(extents, is_write=False)
+            return
         copies = [
             Copy(local[region].memory, offset, stride, remote[peer_region], peer_offset, peer_stride, length, count)
             for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
@@ -69,6 +99,9 @@ class ShmEndpoint(Endpoint):
     async def put(self, extents: Sequence[Extent], nbytes: int) -> None:
         self._check_open()
         local, remote = self._local, self._remote
+        if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
+            await self._copy_foreign(extents, is_write=True)
+            return
         copies = [
             Copy(remote[peer_region], peer_offset, peer_stride, local[region].memory, offset, stride, length, count)
             for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
@@ -87,7 +120,7 @@ class ShmEndpoint(Endpoint):
                 await self._changed.wait()
 
     def region_nbytes(self, region: int) -> int:
-        memory = self._remote.get(region)
+        memory = self._remote.get(region, self._foreign.get(region))
         return 0 if memory is None else len(memory)
 
     def share(self, regions: Collection[int], *, for_writing: bool) -> None:
@@ -98,11 +131,8 @@ class ShmEndpoint(Endpoint):
             self._to_share.append((region, for_writing))
             self._has_to_share.set()
 
-    async def wait_peer_death(self) -> None:
-        if self._pidfd is None:
-            await anyio.sleep_forever()
-        else:
-            await anyio.wait_readable(self._pidfd)
+    def watch_death(self) -> PidfdWatch:
+        return PidfdWatch(None if self._pidfd is None else os.dup(self._pidfd))
 
     async def aclose(self) -> None:
         self.abort()
@@ -122,6 +152,7 @@ class ShmEndpoint(Endpoint):
             segment.close()
         self._segments.clear()
         self._remote.clear()
+        self._foreign.clear()
 
     async def exchange(self, *, is_first: bool) -> None:
         """Hand over what every peer gets, both ways; the dialling side goes first."""
@@ -186,6 +217,9 @@ class ShmEndpoint(Endpoint):
         try:
             for region in regions:
                 if not region.has_descriptor:
+                    if self._pidfd is not None:
+                        pid = self._channel.peer()[0]
+                        self._foreign[region.number] = ForeignMemory(pid, self._pidfd, region.address, region.nbytes)
                     continue
                 fd = remaining.popleft()
                 segment = Segment.attach(fd, region.nbytes, is_writable=region.is_writable)
@@ -201,7 +235,39 @@ class ShmEndpoint(Endpoint):
             for fd in remaining:
                 os.close(fd)
 
+    async def _copy_foreign(self, extents: Sequence[Extent], *, is_write: bool) -> None:
+        """Copy extents of which at least one is in memory that cannot be mapped, each group in its own way."""
+        by_region: dict[int, list[Extent]] = {}
+        for extent in extents:
+            by_region.setdefault(extent.remote_region, []).append(extent)
+        for number, group in by_region.items():
+            foreign = self._foreign.get(number)
+            if foreign is None:
+                nbytes = total_nbytes(group)
+                await (self.put(group, nbytes) if is_write else self.get(group, nbytes))
+                continue
+            pieces = [
+                (
+                    self._local[extent.local_region].address + extent.local_offset,
+                    extent.local_stride,
+                    foreign.address + extent.remote_offset,
+                    extent.remote_stride,
+                    extent.nbytes,
+                    extent.num_rows,
+                )
+                for extent in group
+            ]
+            chunk_nbytes = self._copier.chunk_nbytes
+            vectors = join_vectors(cut_vectors(pieces, chunk_nbytes), chunk_nbytes)
+            await self._copier.run_calls(
+                partial(foreign.copy, mine, theirs, is_write=is_write) for mine, theirs in vectors
+            )
+
     def _has(self, region: int, for_writing: bool) -> bool:
+        foreign = self._foreign.get(region)
+        if foreign is not None:
+            foreign.probe()
+            return True
         memory = self._remote.get(region)
         return memory is not None and (memory.flags.writeable or not for_writing)
 

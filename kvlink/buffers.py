@@ -1,0 +1,72 @@
+"""Memory that the caller owns, whatever object holds it: find its bytes, and keep them where they are.
+
+Anything with the buffer protocol (numpy, bytearray, array, mmap), ``__array_interface__`` or DLPack (torch on the CPU,
+JAX) becomes a flat uint8 view. The view holds an export of the owner, so that the owner refuses to resize or close
+while it lives, and dropping the last other reference frees nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from kvlink.errors import FeatureNotEnabledError, ParameterError, ParameterTypeError
+from kvlink.pool import Bytes
+
+
+def as_bytes(name: str, buffer: object, nbytes: int) -> Bytes:
+    """Return the bytes of `buffer`, shape ``(nbytes,)``; no copy.
+
+    Args:
+        name: the argument, for errors.
+        nbytes: how many there must be.
+
+    Raises:
+        ParameterTypeError: the object has no bytes that kvlink can find.
+        ParameterError: wrong length, not C-contiguous, or not writable.
+        FeatureNotEnabledError: the bytes are in an accelerator's memory, which shared memory cannot reach.
+    """
+    array = _view(name, buffer)
+    if not array.flags.c_contiguous:
+        raise ParameterError(f"{name} is not C-contiguous; its strides are {array.strides}")
+    if not array.flags.writeable:
+        raise ParameterError(f"{name} is read-only; peers may be allowed to write into registered memory")
+    if array.nbytes != nbytes:
+        raise ParameterError(f"{name} has {array.nbytes} bytes; the description says {nbytes}")
+    flat = array.reshape(-1).view(np.uint8)
+    # A second export, of the view itself: numpy counts it as a reference and refuses `resize`.
+    return np.frombuffer(flat.data, np.uint8)
+
+
+def _view(name: str, buffer: Any) -> np.ndarray[Any, Any]:
+    if isinstance(buffer, np.ndarray):
+        return buffer
+    if hasattr(buffer, "__cuda_array_interface__"):
+        raise FeatureNotEnabledError(
+            f"{name} is in an accelerator's memory, which the transports of this cluster cannot reach; "
+            "copy it to the host first"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        if buffer.device.type != "cpu":
+            raise FeatureNotEnabledError(
+                f"{name} is on {buffer.device}, which the transports of this cluster cannot reach; copy it to the host"
+            )
+        if not buffer.is_contiguous():
+            raise ParameterError(f"{name} is not C-contiguous; its strides are {tuple(buffer.stride())}")
+        # `numpy()` also makes torch refuse to resize the storage; the detour over bytes carries every data type.
+        return np.asarray(buffer.detach().reshape(-1).view(torch.uint8).numpy())
+    try:
+        return np.asarray(memoryview(buffer))
+    except (TypeError, ValueError):
+        pass
+    if hasattr(buffer, "__array_interface__"):
+        return np.asarray(buffer)
+    if hasattr(buffer, "__dlpack__"):
+        try:
+            return np.from_dlpack(buffer)
+        except (BufferError, TypeError, RuntimeError) as exc:
+            raise ParameterError(f"{name} cannot be shared through DLPack: {exc}; register a view of bytes") from exc
+    raise ParameterTypeError(f"{name} has no buffer protocol, __array_interface__ or DLPack: {type(buffer).__name__}")

@@ -1,0 +1,189 @@
+"""The calls about links: `link_clusters`, `unlink_clusters`, `check_link_status`. Source: the spec, section 4.2."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
+
+import anyio
+
+from kvlink.config import ClusterConfig, ClusterInfo, check_seconds
+from kvlink.errors import (
+    KVLinkError,
+    ParameterError,
+    ParameterTypeError,
+    ParameterValueError,
+    RoleError,
+    StatusCode,
+    TransferTimeoutError,
+)
+from kvlink.geometry import Role, check_int
+from kvlink.links import LinkTable
+from kvlink.report import LinkResult, LinkResults, failed_result
+
+_HARMLESS_UNLINK: Final = frozenset({StatusCode.LLM_SUCCESS, StatusCode.LLM_NOT_YET_LINK})
+
+
+class LinkCalls(ABC):
+    """What a cluster can be asked about its links. Base of `Cluster`.
+
+    Attributes:
+        config: its settings.
+    """
+
+    config: ClusterConfig
+
+    @property
+    @abstractmethod
+    def role(self) -> Role:
+        """What the cluster does now."""
+
+    @abstractmethod
+    def _open_links(self) -> LinkTable:
+        """Return the links; raise `ClosedError` where the cluster is not open."""
+
+    async def link_clusters(self, clusters: Sequence[ClusterInfo], *, timeout_s: float | None = None) -> LinkResults:
+        """Link to peers, all at once; never raises for what a peer does.
+
+        Clusters of one call do not wait for each other and do not abort each other; those that succeeded stay linked.
+        A peer that is linked already is `LLM_ALREADY_LINK`, the same cluster twice is `LLM_REPEAT_REQUEST`; neither
+        makes the call a failure. DECODER and MIX only.
+
+        Args:
+            clusters: whom, at most `ClusterConfig.max_clusters_per_call`.
+            timeout_s: deadline for all of them; None for `ClusterConfig.link_timeout_s`.
+
+        Returns:
+            The pair ``(status, results)``; ``raise_for_status()`` turns a failure into an exception.
+
+        Cancellation: stops waiting; an attempt that somebody else waits for goes on.
+
+        Source: the spec, section 4.2.
+        """
+        links = self._open_links()
+        timeout_s = self.config.link_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        refusal = self._refuse_link_call("link_clusters", clusters)
+        if refusal is not None:
+            return LinkResults.refused(refusal)
+        results: list[LinkResult | None] = [None] * len(clusters)
+        seen: set[int] = set()
+        room = self.config.max_links - len(links)
+        if len({info.cluster_id for info in clusters} - {link.peer for link in links}) > room:
+            error = ParameterError(f"only {room} more links are allowed, see ClusterConfig.max_links")
+            return LinkResults(error.status, tuple(LinkResult.failed(info.cluster_id, error) for info in clusters))
+
+        async def link(index: int, info: ClusterInfo) -> None:
+            results[index] = await links.link(info, timeout_s=timeout_s)
+
+        async with anyio.create_task_group() as tasks:
+            for index, info in enumerate(clusters):
+                if info.cluster_id in seen:
+                    results[index] = failed_result(
+                        info.cluster_id, StatusCode.LLM_REPEAT_REQUEST, f"cluster {info.cluster_id} is listed twice"
+                    )
+                    continue
+                seen.add(info.cluster_id)
+                tasks.start_soon(link, index, info)
+        finished = tuple(result for result in results if result is not None)
+        is_ok = all(result.is_ok for result in finished)
+        return LinkResults(StatusCode.LLM_SUCCESS if is_ok else StatusCode.LLM_LINK_FAILED, finished)
+
+    async def unlink_clusters(
+        self, clusters: Sequence[ClusterInfo | int], *, timeout_s: float | None = None, force: bool = False
+    ) -> LinkResults:
+        """End links, all at once; never raises for what a peer does.
+
+        In good order: operations in flight may end, then the peer is told and drops its half. A peer that cannot be
+        told is `LLM_NOTIFY_PROMPT_UNLINK_FAILED`: our half is gone in any case. One that is not linked is
+        `LLM_NOT_YET_LINK`, which does not make the call a failure.
+
+        Args:
+            clusters: cluster ids, or the `ClusterInfo` that they were linked with.
+            timeout_s: deadline for all of them; None for `ClusterConfig.link_timeout_s`.
+            force: say nothing, drop our half now.
+
+        Source: the spec, section 4.2.
+        """
+        links = self._open_links()
+        timeout_s = self.config.link_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        refusal = self._refuse_list("unlink_clusters", clusters)
+        if refusal is not None:
+            return LinkResults.refused(refusal)
+        peers = [
+            cluster.cluster_id if isinstance(cluster, ClusterInfo) else check_int("cluster id", cluster, 0, 2**64 - 1)
+            for cluster in clusters
+        ]
+        results: dict[int, LinkResult] = {}
+
+        async def unlink(peer: int) -> None:
+            results[peer] = await links.unlink(peer, timeout_s=timeout_s, force=force)
+
+        async with anyio.create_task_group() as tasks:
+            for peer in set(peers):
+                tasks.start_soon(unlink, peer)
+        is_ok = all(result.status in _HARMLESS_UNLINK for result in results.values())
+        status = StatusCode.LLM_SUCCESS if is_ok else StatusCode.LLM_UNLINK_FAILED
+        return LinkResults(status, tuple(results[peer] for peer in peers))
+
+    async def check_link_status(self, clusters: int | Sequence[int], *, timeout_s: float | None = None) -> LinkResults:
+        """Ask peers for a sign of life over their links, all at once. DECODER and MIX only.
+
+        Args:
+            clusters: one cluster id, or several.
+            timeout_s: deadline for all of them; None for `ClusterConfig.link_timeout_s`.
+
+        Returns:
+            Per cluster `LLM_SUCCESS`, `LLM_NOT_YET_LINK` or `LLM_WAIT_PROCESS_TIMEOUT`. A failure leaves the link as
+            it is. The call's own status is the first failure.
+
+        Raises:
+            RoleError: this cluster is a PROMPT.
+
+        Source: the spec, section 4.2.
+        """
+        links = self._open_links()
+        if self.role is Role.PROMPT:
+            raise RoleError("check_link_status is for DECODER and MIX; this cluster is PROMPT")
+        timeout_s = self.config.link_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        asked = [clusters] if isinstance(clusters, int) else list(clusters)
+        peers = [check_int("cluster id", peer, 0, 2**64 - 1) for peer in asked]
+        results: dict[int, LinkResult] = {}
+
+        async def probe(peer: int) -> None:
+            try:
+                with anyio.move_on_after(timeout_s):
+                    await links.open_link(peer).ping()
+                    results[peer] = LinkResult(peer, StatusCode.LLM_SUCCESS)
+                    return
+                raise TransferTimeoutError(f"cluster {peer} did not answer within {timeout_s} s", peer=peer)
+            except KVLinkError as exc:
+                results[peer] = LinkResult.failed(peer, exc)
+
+        async with anyio.create_task_group() as tasks:
+            for peer in set(peers):
+                tasks.start_soon(probe, peer)
+        finished = tuple(results[peer] for peer in peers)
+        failures = [result.status for result in finished if not result.is_ok]
+        return LinkResults(failures[0] if failures else StatusCode.LLM_SUCCESS, finished)
+
+    def _refuse_link_call(self, call: str, clusters: object) -> KVLinkError | None:
+        if self.role is Role.PROMPT:
+            return RoleError(f"{call} is for DECODER and MIX; this cluster is PROMPT, its peers dial it")
+        refusal = self._refuse_list(call, clusters)
+        if refusal is None and isinstance(clusters, Sequence):
+            for info in clusters:
+                if not isinstance(info, ClusterInfo):
+                    return ParameterTypeError(f"{call} takes a list of ClusterInfo, got {info!r} in it")
+        return refusal
+
+    def _refuse_list(self, call: str, clusters: object) -> KVLinkError | None:
+        limit = self.config.max_clusters_per_call
+        if not isinstance(clusters, (list, tuple)):
+            return ParameterTypeError(f"{call} takes a list, got {clusters!r}")
+        if not clusters:
+            return ParameterValueError(f"{call} takes at least one cluster")
+        if len(clusters) > limit:
+            message = f"{call} takes at most {limit} clusters, got {len(clusters)}"
+            return KVLinkError(message, status=StatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT)
+        return None

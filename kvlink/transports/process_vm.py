@@ -1,0 +1,160 @@
+"""One-sided copies to and from another process's private memory: ``process_vm_readv`` and ``process_vm_writev``.
+
+Memory that the caller owns is not in a memfd, so it cannot be mapped. The kernel can still copy from or to it without
+that process's help: one system call for up to 1,024 pieces, with no GIL held. It needs the permission to trace the
+other process: the same user, and, where the Yama module restricts tracing to descendants, that the owner allows it
+(`permit_tracing`).
+
+A process id can be used again after its process has died, and then these calls would reach a stranger. So each call
+stands between two looks at the peer's pidfd: a process that still exists after the call had its id all the while.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlink.errors import FeatureNotEnabledError, KVLinkError, LinkLostError
+
+MAX_PIECES: Final = 1024
+"""IOV_MAX on Linux: more in one call are refused."""
+
+_PR_SET_PTRACER: Final = 0x59616D61  # <linux/prctl.h>
+_PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+for _name in ("process_vm_readv", "process_vm_writev"):
+    _function = getattr(_LIBC, _name)
+    _function.restype = ctypes.c_ssize_t
+    _function.argtypes = (
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+
+Vectors = NDArray[np.uint64]
+"""Rows of (address, nbytes): a C array of ``struct iovec``."""
+
+
+def permit_tracing(pid: int | None) -> None:
+    """Let process `pid` (None: any process of this user) copy this process's memory, where Yama restricts it.
+
+    Without Yama this changes nothing. It also lets that process trace this one; hence never done unasked.
+    """
+    which = _PR_SET_PTRACER_ANY if pid is None else ctypes.c_ulong(pid)
+    _LIBC.prctl(_PR_SET_PTRACER, which, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+class ForeignMemory:
+    """A region of another process.
+
+    Args:
+        pid: the process.
+        pidfd: a descriptor of the same process, which stays open longer than this object is used.
+        address: where the region begins there.
+        nbytes: its length.
+    """
+
+    def __init__(self, pid: int, pidfd: int, address: int, nbytes: int) -> None:
+        self.pid = pid
+        self.address = address
+        self.nbytes = nbytes
+        self._pidfd = pidfd
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def probe(self) -> None:
+        """Read one byte, to learn whether the kernel allows it.
+
+        Raises:
+            FeatureNotEnabledError: it does not, and what to do.
+        """
+        byte = np.zeros(1, np.uint8)
+        local = np.array([[byte.ctypes.data, 1]], np.uint64)
+        remote = np.array([[self.address, 1]], np.uint64)
+        try:
+            self.copy(local, remote, is_write=False)
+        except PermissionError as exc:
+            raise FeatureNotEnabledError(
+                f"the kernel does not let this process copy the memory of process {self.pid}: run both as the same "
+                "user and in the same container; where /proc/sys/kernel/yama/ptrace_scope is 1, let the owner set "
+                "ClusterConfig.permit_peer_access"
+            ) from exc
+
+    def copy(self, local: Vectors, remote: Vectors, *, is_write: bool) -> None:
+        """Copy between equally long lists of at most `MAX_PIECES` pieces; returns when all is done.
+
+        Raises:
+            PermissionError: the kernel refuses.
+            LinkLostError: the process has ended.
+            KVLinkError: the memory is not there any more.
+        """
+        call = _LIBC.process_vm_writev if is_write else _LIBC.process_vm_readv
+        expected = int(local[:, 1].sum())
+        copied = call(self.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+        number = ctypes.get_errno() if copied < 0 else 0
+        if not self._is_alive() or number == errno.ESRCH:
+            raise LinkLostError(f"process {self.pid} has ended", phase="transfer")
+        if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+            raise PermissionError(number, os.strerror(number))
+        if copied != expected:
+            why = os.strerror(number) if number else f"{copied} of {expected} bytes were there"
+            raise KVLinkError(
+                f"memory that process {self.pid} has registered is not all there: {why}", phase="transfer"
+            )
+
+    def _is_alive(self) -> bool:
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return not poller.poll(0)
+
+
+def cut_vectors(
+    pieces: Sequence[tuple[int, int, int, int, int, int]], chunk_nbytes: int
+) -> Iterator[tuple[Vectors, Vectors]]:
+    """Yield ``(local, remote)`` vectors of at most `MAX_PIECES` pieces and about `chunk_nbytes` each.
+
+    Args:
+        pieces: ``(local address, local stride, remote address, remote stride, nbytes, rows)``.
+    """
+    step = max(4096, chunk_nbytes)
+    for local, local_stride, remote, remote_stride, nbytes, num_rows in pieces:
+        starts = np.arange(0, nbytes, step, dtype=np.int64)
+        lengths = np.minimum(step, nbytes - starts)
+        rows = np.arange(num_rows, dtype=np.int64)[:, None]
+        table = np.empty((num_rows * len(starts), 3), np.int64)
+        table[:, 0] = (local + rows * local_stride + starts).ravel()
+        table[:, 1] = (remote + rows * remote_stride + starts).ravel()
+        table[:, 2] = np.broadcast_to(lengths, (num_rows, len(starts))).ravel()
+        at_once = max(1, min(MAX_PIECES, chunk_nbytes // max(1, min(nbytes, step))))
+        for first in range(0, len(table), at_once):
+            part = table[first : first + at_once]
+            yield np.ascontiguousarray(part[:, (0, 2)], np.uint64), np.ascontiguousarray(part[:, (1, 2)], np.uint64)
+
+
+def join_vectors(parts: Iterator[tuple[Vectors, Vectors]], chunk_nbytes: int) -> Iterator[tuple[Vectors, Vectors]]:
+    """Yield the same work in fewer, larger calls: small parts together, up to both limits."""
+    locals_: list[Vectors] = []
+    remotes: list[Vectors] = []
+    num_pieces = total = 0
+    for local, remote in parts:
+        nbytes = int(local[:, 1].sum())
+        if locals_ and (num_pieces + len(local) > MAX_PIECES or total + nbytes > chunk_nbytes):
+            yield np.concatenate(locals_), np.concatenate(remotes)
+            locals_, remotes, num_pieces, total = [], [], 0, 0
+        locals_.append(local)
+        remotes.append(remote)
+        num_pieces += len(local)
+        total += nbytes
+    if locals_:
+        yield np.concatenate(locals_), np.concatenate(remotes)

@@ -1,0 +1,35 @@
+"""What tests must know that no user needs to: the only place where they reach behind kvlink's public names."""
+
+from __future__ import annotations
+
+import kvlink as kv
+from kvlink.store import CacheStore
+
+
+def _store(cluster: kv.Cluster) -> CacheStore:
+    store = cluster._store
+    assert store is not None
+    return store
+
+
+def used_nbytes(cluster: kv.Cluster) -> int:
+    """Return how much of a cluster's pool caches hold, those included that wait for a view or a lease to end."""
+    store = _store(cluster)
+    store.collect()
+    return store.pool(kv.Placement.DEVICE).used_nbytes
+
+
+def num_read_leases(cluster: kv.Cluster) -> int:
+    """Return how many read leases a cluster has given to peers."""
+    return _store(cluster).leases.num_reads
+
+
+def link_to(cluster: kv.Cluster, peer: int) -> kv.Link:
+    """Return the link to `peer`, which must be there."""
+    return next(link for link in cluster.links if link.peer == peer)
+
+
+def num_memfd_mappings() -> int:
+    """Return how many mappings of kvlink's memory this process has."""
+    with open("/proc/self/maps") as lines:
+        return sum("/memfd:kvlink" in line for line in lines)
