@@ -14,6 +14,7 @@ from anyio.abc import SocketAttribute, TaskGroup
 
 from kvlink.acceptor import Acceptor
 from kvlink.config import ClusterConfig, default_listen, parse_address, parse_nbytes
+from kvlink.copies import LocalCopier
 from kvlink.copying import Copier
 from kvlink.errors import (
     ClosedError,
@@ -137,11 +138,17 @@ class Cluster(LinkCalls):
                 chunk_nbytes=config.chunk_nbytes,
             )
             self._transports = [
-                ShmTransport(store.memory, self._copier, handshake_timeout_s=config.handshake_timeout_s)
+                ShmTransport(
+                    store.memory,
+                    self._copier,
+                    handshake_timeout_s=config.handshake_timeout_s,
+                    permit_peer_access=config.permit_peer_access,
+                )
             ]
             for transport in self._transports:
                 await transport.start(tasks)
-            server = CacheServer(store, tasks)
+            local = LocalCopier(store, self._copier)
+            server = CacheServer(store, local, tasks)
             self._links = LinkTable(
                 self._hello,
                 self._transports,
@@ -151,7 +158,7 @@ class Cluster(LinkCalls):
                 on_opened=server.on_opened,
                 on_closed=server.on_closed,
             )
-            self._manager = KvCacheManager(store, self._links, config, lambda: self._role, self._copier, tasks)
+            self._manager = KvCacheManager(store, self._links, config, lambda: self._role, local, tasks)
             await self._open_listener()
             tasks.start_soon(self._tick)
         except BaseException as exc:

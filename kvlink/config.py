@@ -103,6 +103,9 @@ class ClusterConfig:
         max_frame_nbytes: largest control message accepted from a peer that has said who it is.
         max_links: links at once; 512 as in the spec.
         max_clusters_per_call: clusters in one link or unlink call; 16 as in the spec.
+        permit_peer_access: let other processes copy registered memory of this one where the Yama module restricts that:
+            ``"peer"`` the process that was last linked to and uses registered memory, ``"any"`` every process of this
+            user, None (the default) nobody. It also lets them trace this process, hence it is never done unasked.
     """
 
     operation_timeout_s: float = 30.0
@@ -117,6 +120,7 @@ class ClusterConfig:
     max_frame_nbytes: int = 8 * 1024 * 1024
     max_links: int = 512
     max_clusters_per_call: int = 16
+    permit_peer_access: str | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -137,6 +141,10 @@ class ClusterConfig:
             ("max_clusters_per_call", 1, 2**20),
         ):
             check_int(name, getattr(self, name), lowest, highest)
+        if self.permit_peer_access not in (None, "peer", "any"):
+            raise ParameterValueError(
+                f"permit_peer_access must be None, 'peer' or 'any', got {self.permit_peer_access!r}"
+            )
 
     @property
     def num_copy_threads(self) -> int:
@@ -153,8 +161,12 @@ class ClusterConfig:
             if variable not in environ:
                 continue
             text = environ[variable]
+            value: float | int | str
             try:
-                value = float(text) if field.name.endswith("_s") else int(text)
+                if field.name == "permit_peer_access":
+                    value = text
+                else:
+                    value = float(text) if field.name.endswith("_s") else int(text)
             except ValueError:
                 raise ParameterValueError(f"{variable} must be a number, got {text!r}") from None
             config = replace(config, **{field.name: value})  # type: ignore[arg-type]  # checked by __post_init__

@@ -129,10 +129,16 @@ class LocalCopier:
     ) -> None:
         movements = [(entry, self._store.begin_moving(entry, blocks)) for entry, blocks in moving]
         try:
-            await self._copy(self._store.memory, spread(to.geometry.runs, source.geometry.runs, pieces))
+            await self.copy_runs(to.geometry.runs, source.geometry.runs, pieces)
         finally:
             for entry, movement in movements:
                 self._store.end_moving(entry, movement)
+
+    async def copy_runs(
+        self, to: tuple[TensorRun, ...], source: tuple[TensorRun, ...], pieces: Sequence[Piece]
+    ) -> None:
+        """Copy pieces between tensors of ours, whose caches the caller keeps."""
+        await self._copy(self._store.memory, spread(to, source, pieces))
 
     async def _copy(self, memory: Mapping[int, LocalRegion], extents: list[Extent]) -> None:
         nbytes = sum(extent.nbytes * extent.num_rows for extent in extents)

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from kvlink.caches import CacheEntry
 from kvlink.checks import check_blocks, check_same_kind
-from kvlink.errors import KVLinkError, MismatchError, ParameterError
+from kvlink.errors import FeatureNotEnabledError, KVLinkError, MismatchError, ParameterError
 from kvlink.geometry import TensorRun, select_runs
 from kvlink.grants import WriteGrant
 from kvlink.keys import BlocksCacheKey
@@ -144,7 +144,10 @@ class LayerSender:
         link.end()
 
     async def _grant(self, link: Link, target: Target) -> WriteGrant:
-        return await open_write(link, target, timeout_s=self._timeout_s)
+        grant = await open_write(link, target, timeout_s=self._timeout_s)
+        if any(run.region in link.unreachable for run in grant.found.geometry.runs):
+            raise FeatureNotEnabledError(f"layer-wise pushes take no detour: {link.detour}", peer=link.peer)
+        return grant
 
     async def _places(self, link: Link, layer: int) -> list[_Place]:
         first = layer * WIDTH

@@ -50,6 +50,9 @@ class Link:
         reason: why this transport was chosen, and others were not.
         state, stats: where it is in its life, and what went over it.
         views, grants: where the peer's caches lie, and which of them we may write into.
+        detour: why transfers with some of the peer's registered memory go through its pool, and what to allow; None
+            while none does.
+        unreachable: the regions of the peer for which that is so.
         is_orderly: whether the peer has said, or shown by hanging up after our goodbye, that it moves nothing any more.
     """
 
@@ -74,6 +77,8 @@ class Link:
         self.stats = LinkStats()
         self.views: dict[Target, Found] = {}
         self.grants = WriteGrants(self.post)
+        self.detour: str | None = None
+        self.unreachable: set[int] = set()
         self.is_orderly = False
         self._has_said_goodbye = False
         self.heard_at = self.sent_at = anyio.current_time()

@@ -10,7 +10,6 @@ from kvlink.bookkeeping import OWNERS, READERS, CacheBookkeeping
 from kvlink.checks import Blocks, check_layer_width
 from kvlink.config import ClusterConfig
 from kvlink.copies import LocalCopier
-from kvlink.copying import Copier
 from kvlink.geometry import Role, check_int
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
 from kvlink.kvcache import KvCache
@@ -36,18 +35,18 @@ class KvCacheManager(CacheBookkeeping):
         links: LinkTable,
         config: ClusterConfig,
         role: Callable[[], Role],
-        copier: Copier,
+        local: LocalCopier,
         tasks: TaskGroup,
     ) -> None:
         super().__init__(store, config, role)
         self._puller = Puller(store, links)
         self._pusher = Pusher(store, links)
-        self._local = LocalCopier(store, copier)
+        self._local = local
         self._layers = LayerPusher(store, links, config, tasks)
 
     async def pull_blocks(
         self,
-        key: BlocksCacheKey,
+        key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
         cache: KvCache,
         src_blocks: Blocks,
         dst_blocks: Blocks,
@@ -64,7 +63,9 @@ class KvCacheManager(CacheBookkeeping):
         peer; the same blocks can be pulled again. Empty lists are a no-op. DECODER and MIX only.
 
         Args:
-            key: of the peer's cache.
+            key: of the peer's paged cache. With a `CacheKey` or `CacheKeyByIdAndIndex` the peer's contiguous slot is
+                laid into `dst_blocks`, the last one perhaps in part; `src_blocks` is then empty, and the key is
+                consumed as by `pull_cache`.
             cache: ours; any cache of the same data type and block size.
             src_blocks, dst_blocks: equally long lists or 1-D integer arrays of block numbers; no number twice in
                 `dst_blocks`.
@@ -83,7 +84,7 @@ class KvCacheManager(CacheBookkeeping):
             LinkLostError: the peer went away.
             TransferTimeoutError: the deadline passed.
 
-        Source: the spec, section 6.7.
+        Source: the spec, sections 6.7 and 9.3.
         """
         self._check_role("pull_blocks", READERS)
         return await self._puller.pull_blocks(

@@ -96,6 +96,31 @@ def scatter_slot(local_blocks: BlockNumbers, local_block_nbytes: int, remote_off
     return pieces
 
 
+def restage(pieces: Sequence[Piece], slot_nbytes: int) -> tuple[list[int], list[Piece]]:
+    """Return the remote slots that `pieces` touch, ascending, and the same pieces on a cache of just these slots.
+
+    For a remote cache that cannot be reached where it is: its owner copies the slots, in this order, to where it can.
+    """
+    touched = {
+        slot
+        for piece in pieces
+        for slot in range(
+            piece.remote_offset // slot_nbytes, (piece.remote_offset + piece.nbytes - 1) // slot_nbytes + 1
+        )
+    }
+    slots = sorted(touched)
+    place = {slot: index for index, slot in enumerate(slots)}
+    moved: list[Piece] = []
+    for local_offset, remote_offset, nbytes in pieces:
+        done = 0
+        while done < nbytes:
+            slot, within = divmod(remote_offset + done, slot_nbytes)
+            length = min(slot_nbytes - within, nbytes - done)
+            moved.append(Piece(local_offset + done, place[slot] * slot_nbytes + within, length))
+            done += length
+    return slots, moved
+
+
 def spread(
     local_runs: tuple[TensorRun, ...], remote_runs: tuple[TensorRun, ...], pieces: Sequence[Piece]
 ) -> list[Extent]:

@@ -1,10 +1,12 @@
-"""`pull_blocks` and `pull_cache`: check, look up, plan, get, settle. Source: the spec, sections 6.5 and 6.7."""
+"""`pull_blocks` and `pull_cache`: check, look up, plan, get, settle. Source: the spec, sections 6.5, 6.7 and 9.3."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from time import perf_counter
 from typing import Final
 
+import anyio
 import anyio.lowlevel
 
 from kvlink.caches import CacheEntry
@@ -18,21 +20,25 @@ from kvlink.checks import (
     check_same_length,
     check_same_tensors,
 )
-from kvlink.errors import ParameterError, ParameterTypeError
-from kvlink.geometry import select_runs
-from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from kvlink.errors import ParameterError, TransferTimeoutError
+from kvlink.geometry import CacheGeometry, TensorRun, select_runs
+from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
 from kvlink.kvcache import KvCache
 from kvlink.link import Link
 from kvlink.links import LinkTable
-from kvlink.plan import Piece, join_blocks, spread
+from kvlink.plan import Piece, join_blocks, restage, scatter_slot, spread
 from kvlink.report import TransferReport
+from kvlink.staging import stage
 from kvlink.store import CacheStore
 from kvlink.transfer import get_checked
-from kvlink.views import find_cache, open_read
+from kvlink.views import find_cache, open_read, target_of
 from kvlink.wire import CloseRead, Found, Target
 
 _YIELD_EVERY_S: Final = 0.001
 """Small pulls end without giving the loop a turn; a caller that makes thousands in a row gives it one this often."""
+
+Plan = Callable[[Found], tuple[Tensors, list[Piece]]]
+"""Checks a peer's cache against the request; returns the peer's tensors and the pieces to move in each."""
 
 
 class Puller:
@@ -50,7 +56,7 @@ class Puller:
 
     async def pull_blocks(
         self,
-        key: BlocksCacheKey,
+        key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
         cache: KvCache,
         src_blocks: Blocks,
         dst_blocks: Blocks,
@@ -62,38 +68,38 @@ class Puller:
     ) -> TransferReport:
         """See `KvCacheManager.pull_blocks`."""
         started = await self._start()
-        if not isinstance(key, BlocksCacheKey):
-            raise ParameterTypeError(f"the key must be a BlocksCacheKey, got {key!r}")
         width = check_layer_width(tensor_num_per_layer)
         entry = self._store.own_entry(cache, "the destination")
         ours = check_layers("dst_layer_range", dst_layer_range, entry.desc.num_tensors, width)
         destination = check_blocks("dst_blocks", dst_blocks, entry.desc.num_slots, is_unique=True)
         source = check_blocks("src_blocks", src_blocks, 2**63)
-        check_same_length(source, destination)
+        is_scatter = not isinstance(key, BlocksCacheKey)
+        if isinstance(key, BlocksCacheKey):
+            check_same_length(source, destination)
+        else:
+            check_pull_key(key)
+            if source:
+                raise ParameterError(f"src_blocks must be empty when a slot is pulled into blocks, got {source}")
         link = self._links.open_link(key.cluster_id)
         if not destination:
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
-        name = key.name
-        link.begin()
-        movement = self._store.begin_moving(entry, destination)
-        try:
-            found = await find_cache(link, Target(name.namespace, name.id, name.model_id), timeout_s=timeout_s)
+
+        def plan(found: Found) -> tuple[Tensors, list[Piece]]:
             geometry = found.geometry
             theirs = check_layers("src_layer_range", src_layer_range, geometry.num_tensors, width)
             check_same_tensors(ours, theirs)
-            check_same_kind(entry.geometry, geometry, is_by_block=True)
+            check_same_kind(entry.geometry, geometry, is_by_block=not is_scatter)
+            if is_scatter:
+                return theirs, _scatter(destination, entry.geometry, found)
             if max(source) >= geometry.num_slots:
                 check_blocks("src_blocks", source, geometry.num_slots)
-            pieces = join_blocks(destination, source, geometry.slot_nbytes)
-            nbytes = geometry.slot_nbytes * len(destination) * ours.num
-            num_extents = await self._get(link, found, entry, ours, theirs, pieces, nbytes, timeout_s, started)
-        except BaseException:
-            link.stats.failures += 1
-            raise
-        finally:
-            self._store.end_moving(entry, movement)
-            link.end()
-        return TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, tuple(destination))
+            return theirs, join_blocks(destination, source, geometry.slot_nbytes)
+
+        target = target_of(key)
+        look_up = open_read if is_scatter else find_cache
+        return await self._pull(
+            link, entry, ours, destination, target, look_up, plan, timeout_s, started, is_consuming=is_scatter
+        )
 
     async def pull_cache(
         self,
@@ -123,16 +129,8 @@ class Puller:
                 f"dst_cache_offset {to_offset} and size {nbytes} do not fit into a slot of {desc.slot_nbytes} bytes"
             )
         link = self._links.open_link(key.cluster_id)
-        if isinstance(key, CacheKeyByIdAndIndex):
-            target = Target("id", key.cache_id, 0, key.batch_index)
-        else:
-            target = Target(key.name.namespace, key.name.id, key.name.model_id)
-        link.begin()
-        movement = self._store.begin_moving(entry, (batch_index,))
-        found: Found | None = None
-        delivered: tuple[int, int] | None = None
-        try:
-            found = await open_read(link, target, timeout_s=timeout_s)
+
+        def plan(found: Found) -> tuple[Tensors, list[Piece]]:
             geometry = found.geometry
             theirs = check_layers("src_layer_range", src_layer_range, geometry.num_tensors, tensor_num_per_layer)
             if from_offset + nbytes > geometry.slot_nbytes:
@@ -142,23 +140,23 @@ class Puller:
                 )
             check_same_tensors(ours, theirs)
             check_same_kind(entry.geometry, geometry, is_by_block=False)
-            piece = Piece(
-                batch_index * desc.slot_nbytes + to_offset, found.slot * geometry.slot_nbytes + from_offset, nbytes
-            )
-            total = nbytes * ours.num
-            num_extents = await self._get(link, found, entry, ours, theirs, [piece], total, timeout_s, started)
-            # A pull "with offset" never releases a key, even with offset 0 (the spec, section 5.3).
-            if src_cache_offset is None and dst_cache_offset is None:
-                delivered = (theirs.start, theirs.stop)
-        except BaseException:
-            link.stats.failures += 1
-            raise
-        finally:
-            if found is not None:
-                link.post(CloseRead(found.lease, delivered))
-            self._store.end_moving(entry, movement)
-            link.end()
-        return TransferReport.of(link.peer, link.transport, total, num_extents, started, (batch_index,))
+            to, source = batch_index * desc.slot_nbytes + to_offset, found.slot * geometry.slot_nbytes + from_offset
+            return theirs, [Piece(to, source, nbytes)]
+
+        # A pull "with offset" never releases a key, even with offset 0 (the spec, section 5.3).
+        is_consuming = src_cache_offset is None and dst_cache_offset is None
+        return await self._pull(
+            link,
+            entry,
+            ours,
+            (batch_index,),
+            target_of(key),
+            open_read,
+            plan,
+            timeout_s,
+            started,
+            is_consuming=is_consuming,
+        )
 
     async def _start(self) -> float:
         started = perf_counter()
@@ -167,27 +165,85 @@ class Puller:
             self._yielded_at = started = perf_counter()
         return started
 
-    async def _get(
+    async def _pull(
         self,
         link: Link,
-        found: Found,
         entry: CacheEntry,
         ours: Tensors,
+        moving: Sequence[int],
+        target: Target,
+        look_up: Callable[[Link, Target, float], Awaitable[Found]],
+        plan: Plan,
+        timeout_s: float,
+        started: float,
+        *,
+        is_consuming: bool,
+    ) -> TransferReport:
+        """Look up, plan, get, settle. A read lease that was given is given back, with what was delivered."""
+        link.begin()
+        movement = self._store.begin_moving(entry, moving)
+        found: Found | None = None
+        delivered: tuple[int, int] | None = None
+        try:
+            found = await look_up(link, target, timeout_s)
+            theirs, pieces = plan(found)
+            nbytes = sum([piece.nbytes for piece in pieces]) * ours.num
+            runs = select_runs(entry.geometry.runs, *ours)
+            left_s = timeout_s - (perf_counter() - started)
+            if link.unreachable and any(run.region in link.unreachable for run in found.geometry.runs):
+                num_extents = await self._detour(link, target, found, runs, theirs, pieces, nbytes, left_s)
+            else:
+                extents = spread(runs, select_runs(found.geometry.runs, *theirs), pieces)
+                num_extents = len(extents)
+                await get_checked(link.endpoint, found, extents, nbytes, timeout_s=left_s, peer=link.peer)
+            link.stats.pulls += 1
+            link.stats.nbytes_pulled += nbytes
+            if is_consuming:
+                delivered = (theirs.start, theirs.stop)
+        except BaseException:
+            link.stats.failures += 1
+            raise
+        finally:
+            if found is not None and found.lease:
+                link.post(CloseRead(found.lease, delivered))
+            self._store.end_moving(entry, movement)
+            link.end()
+        return TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, tuple(moving))
+
+    async def _detour(
+        self,
+        link: Link,
+        target: Target,
+        found: Found,
+        runs: tuple[TensorRun, ...],
         theirs: Tensors,
         pieces: list[Piece],
         nbytes: int,
         timeout_s: float,
-        started: float,
     ) -> int:
-        extents = spread(select_runs(entry.geometry.runs, *ours), select_runs(found.geometry.runs, *theirs), pieces)
-        await get_checked(
-            link.endpoint,
-            found,
-            extents,
-            nbytes,
-            timeout_s=timeout_s - (perf_counter() - started),
-            peer=link.peer,
-        )
-        link.stats.pulls += 1
-        link.stats.nbytes_pulled += nbytes
+        """Get what cannot be reached where it is through the owner's pool; return the number of extents."""
+        slots, moved = restage(pieces, found.geometry.slot_nbytes)
+        with anyio.move_on_after(timeout_s) as scope:
+            room = await stage(link, target, slots, theirs, is_write=False)
+            try:
+                extents = spread(runs, room.geometry.runs, moved)
+                await get_checked(link.endpoint, room, extents, nbytes, timeout_s=timeout_s, peer=link.peer)
+            finally:
+                link.post(CloseRead(room.lease))
+        if scope.cancelled_caught:
+            raise TransferTimeoutError(
+                f"pulling {nbytes} bytes through the pool of cluster {link.peer} did not end in time", peer=link.peer
+            )
         return len(extents)
+
+
+def _scatter(destination: list[int], ours: CacheGeometry, found: Found) -> list[Piece]:
+    """Return the pieces that lay a slot into blocks, the last perhaps in part. Source: the spec, section 9.3."""
+    nbytes = found.geometry.slot_nbytes
+    needed = -(-nbytes // ours.slot_nbytes)
+    if len(destination) != needed:
+        raise ParameterError(
+            f"a slot of {nbytes} bytes fills {needed} blocks of {ours.slot_nbytes} bytes; "
+            f"dst_blocks has {len(destination)}"
+        )
+    return scatter_slot(destination, ours.slot_nbytes, found.slot * nbytes, nbytes)

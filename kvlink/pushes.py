@@ -23,17 +23,18 @@ from kvlink.checks import (
     check_same_tensors,
 )
 from kvlink.errors import CacheNotFoundError, ParameterError, ParameterTypeError, TransferTimeoutError
-from kvlink.geometry import select_runs
+from kvlink.geometry import TensorRun, select_runs
 from kvlink.grants import WriteGrant
 from kvlink.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvlink.kvcache import KvCache
 from kvlink.link import Link
 from kvlink.links import LinkTable
-from kvlink.plan import Extent, Piece, join_blocks, spread
+from kvlink.plan import Extent, Piece, join_blocks, restage, spread
 from kvlink.report import TransferReport
+from kvlink.staging import commit, stage
 from kvlink.store import CacheStore
-from kvlink.views import open_write
-from kvlink.wire import Target
+from kvlink.views import open_write, target_of
+from kvlink.wire import CloseRead, Target
 
 
 async def put_checked(
@@ -108,10 +109,9 @@ class Pusher:
         link = self._links.open_link(key.cluster_id)
         if not destination:
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
-        if isinstance(key, BlocksCacheKey):
-            target = Target(key.name.namespace, key.name.id, key.name.model_id)
-        else:
-            target = Target("id", key.cache_id, 0, 0)
+        target = target_of(
+            key if isinstance(key, BlocksCacheKey) else CacheKeyByIdAndIndex(key.cluster_id, key.cache_id)
+        )
 
         def plan(grant: WriteGrant) -> tuple[Tensors, list[Piece]]:
             geometry = grant.found.geometry
@@ -184,11 +184,15 @@ class Pusher:
             grant = await open_write(link, target, timeout_s=timeout_s)
             theirs, pieces = plan(grant)
             check_same_tensors(ours, theirs)
-            extents = spread(
-                select_runs(entry.geometry.runs, *ours), select_runs(grant.found.geometry.runs, *theirs), pieces
-            )
-            nbytes = sum(piece.nbytes for piece in pieces) * ours.num
-            await put_checked(link, grant, extents, nbytes, timeout_s=timeout_s - (perf_counter() - started))
+            runs = select_runs(entry.geometry.runs, *ours)
+            nbytes = sum([piece.nbytes for piece in pieces]) * ours.num
+            left_s = timeout_s - (perf_counter() - started)
+            if link.unreachable and any(run.region in link.unreachable for run in grant.found.geometry.runs):
+                num_extents = await self._detour(link, target, grant, runs, theirs, pieces, nbytes, left_s)
+            else:
+                extents = spread(runs, select_runs(grant.found.geometry.runs, *theirs), pieces)
+                num_extents = len(extents)
+                await put_checked(link, grant, extents, nbytes, timeout_s=left_s)
             link.stats.pushes += 1
             link.stats.nbytes_pushed += nbytes
         except BaseException:
@@ -197,4 +201,33 @@ class Pusher:
         finally:
             self._store.end_moving(entry, movement)
             link.end()
-        return TransferReport.of(link.peer, link.transport, nbytes, len(extents), started, tuple(done))
+        return TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, tuple(done))
+
+    async def _detour(
+        self,
+        link: Link,
+        target: Target,
+        grant: WriteGrant,
+        runs: tuple[TensorRun, ...],
+        theirs: Tensors,
+        pieces: list[Piece],
+        nbytes: int,
+        timeout_s: float,
+    ) -> int:
+        """Put what cannot be reached where it is through the owner's pool; return the number of extents."""
+        slots, moved = restage(pieces, grant.found.geometry.slot_nbytes)
+        with anyio.move_on_after(timeout_s) as scope:
+            room = await stage(link, target, slots, theirs, is_write=True)
+            try:
+                await link.endpoint.reach({run.region for run in room.geometry.runs}, for_writing=True)
+                # Slots that are written in part keep the rest: the room begins as what is there.
+                extents = spread(runs, room.geometry.runs, moved)
+                await link.endpoint.put(extents, nbytes)
+                await commit(link, room.lease)
+            finally:
+                link.post(CloseRead(room.lease))
+        if scope.cancelled_caught:
+            raise TransferTimeoutError(
+                f"pushing {nbytes} bytes through the pool of cluster {link.peer} did not end in time", peer=link.peer
+            )
+        return len(extents)

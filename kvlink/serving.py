@@ -6,11 +6,26 @@ import anyio
 from anyio.abc import TaskGroup
 
 from kvlink.caches import CacheEntry
+from kvlink.copies import LocalCopier
 from kvlink.errors import KVLinkError
 from kvlink.link import Link
+from kvlink.staging import StagingServer
 from kvlink.store import CacheStore
 from kvlink.transports.base import DeathWatch
-from kvlink.wire import CloseRead, CloseWrite, Failed, Found, LayerEvent, LookUp, Message, OpenRead, OpenWrite, Recall
+from kvlink.wire import (
+    CloseRead,
+    CloseWrite,
+    Commit,
+    Failed,
+    Found,
+    LayerEvent,
+    LookUp,
+    Message,
+    OpenRead,
+    OpenWrite,
+    Recall,
+    Stage,
+)
 
 
 class CacheServer:
@@ -18,12 +33,14 @@ class CacheServer:
 
     Args:
         store: what it owns.
-        tasks: the cluster's, for waiting until a lost writer is certain to be dead.
+        copier: copies between its caches, for detours.
+        tasks: the cluster's, for detours, and for waiting until a lost writer is certain to be dead.
     """
 
-    def __init__(self, store: CacheStore, tasks: TaskGroup) -> None:
+    def __init__(self, store: CacheStore, copier: LocalCopier, tasks: TaskGroup) -> None:
         self._store = store
         self._tasks = tasks
+        self._staging = StagingServer(store, copier, tasks)
         self._open: dict[bytes, Link] = {}
         store.table.on_ended = self._recall
 
@@ -41,6 +58,9 @@ class CacheServer:
         holder = link.incarnation
         if isinstance(message, CloseRead):
             self._store.leases.close_read(holder, message.lease, message.tensors)
+            self._staging.close(holder, message.lease)
+        elif isinstance(message, (Stage, Commit)):
+            self._staging.begin(link, message)
         elif isinstance(message, CloseWrite):
             self._store.leases.close_write(holder, message.lease)
         elif isinstance(message, LayerEvent):
@@ -55,6 +75,7 @@ class CacheServer:
         if self._open.get(holder) is link:
             del self._open[holder]
         leases.drop_readers(holder)
+        self._staging.drop(holder)
         for handle in self._store.handles():
             handle.arrivals.lose(link.peer)
         if not leases.is_writer(holder):

@@ -7,15 +7,24 @@ from collections.abc import Callable
 import anyio
 
 from kvlink.checks import check_geometry
-from kvlink.errors import CacheNotFoundError, ProtocolError, TransferTimeoutError
+from kvlink.errors import CacheNotFoundError, FeatureNotEnabledError, ProtocolError, TransferTimeoutError
 from kvlink.grants import WriteGrant
+from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from kvlink.link import Link
 from kvlink.memory import STATE
 from kvlink.stateregion import WORD_NBYTES
 from kvlink.wire import CloseRead, Found, LookUp, Message, OpenRead, OpenWrite, Target
 
 
-async def find_cache(link: Link, target: Target, *, timeout_s: float) -> Found:
+def target_of(key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex) -> Target:
+    """Return how a key is said on the wire."""
+    if isinstance(key, CacheKeyByIdAndIndex):
+        return Target("id", key.cache_id, 0, key.batch_index)
+    name = key.name
+    return Target(name.namespace, name.id, name.model_id)
+
+
+async def find_cache(link: Link, target: Target, timeout_s: float) -> Found:
     """Return where a cache of the peer lies: remembered while its state word still holds, else asked for again.
 
     Raises:
@@ -33,7 +42,7 @@ async def find_cache(link: Link, target: Target, *, timeout_s: float) -> Found:
     return found
 
 
-async def open_read(link: Link, target: Target, *, timeout_s: float) -> Found:
+async def open_read(link: Link, target: Target, timeout_s: float) -> Found:
     """Return where a cache of the peer lies, with a read lease: one round trip, always. Raises as `find_cache`."""
     return await _ask(link, lambda seq, target: OpenRead(seq, target, timeout_s), target, timeout_s=timeout_s)
 
@@ -92,7 +101,12 @@ async def _accept(link: Link, found: Found, *, for_writing: bool) -> None:
     """Make the regions of an answer addressable, and refuse one that points outside of them."""
     endpoint = link.endpoint
     regions = {run.region for run in found.geometry.runs}
-    await endpoint.reach(regions, for_writing=for_writing)
+    try:
+        await endpoint.reach(regions, for_writing=for_writing)
+    except FeatureNotEnabledError as exc:
+        link.detour = str(exc)
+        link.unreachable |= regions
     if found.word >= endpoint.region_nbytes(STATE) // WORD_NBYTES:
         raise ProtocolError(f"cluster {link.peer} names state word {found.word}, which it has not", peer=link.peer)
-    check_geometry(found.geometry, {region: endpoint.region_nbytes(region) for region in regions}, peer=link.peer)
+    limits = {region: endpoint.region_nbytes(region) for region in regions}
+    check_geometry(found.geometry, limits, peer=link.peer)

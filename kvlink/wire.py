@@ -11,17 +11,18 @@ another version is refused by name instead of misread.
 
 Who says what:
 
-====================  =============================================================================================
-`Hello`, `Refuse`     the handshake, both ways; `Refuse` ends it
-`Ready`               the handshake's end: which transport serves this link, and why not a better one
-`LookUp`, `OpenRead`  "where is this cache?", without and with a read lease; answered by `Found` or `Failed`
-`OpenWrite`           the same with a write lease
-`CloseRead`           "I have read": gives the lease back and says what was read; no answer
-`Recall`, `CloseWrite` the owner wants a write lease back; the writer has stopped writing
-`Ping`, `Pong`        liveness, and `check_link_status`
-`LayerEvent`          a layer-wise push tells the receiver what has landed, or that it failed
-`Goodbye`             an orderly end
-====================  =============================================================================================
+========================  =========================================================================================
+`Hello`, `Refuse`         the handshake, both ways; `Refuse` ends it
+`Ready`                   the handshake's end: which transport serves this link, and why not a better one
+`LookUp`, `OpenRead`      "where is this cache?", without and with a read lease; answered by `Found` or `Failed`
+`OpenWrite`               the same with a write lease
+`CloseRead`               "I have read": gives the lease back and says what was read; no answer
+`Recall`, `CloseWrite`    the owner wants a write lease back; the writer has stopped writing
+`Stage`, `Commit`         detours through the owner's pool, for memory that cannot be reached where it is
+`Ping`, `Pong`            liveness, and `check_link_status`
+`LayerEvent`              a layer-wise push tells the receiver what has landed, or that it failed
+`Goodbye`                 an orderly end
+========================  =========================================================================================
 """
 
 from __future__ import annotations
@@ -115,6 +116,28 @@ class OpenWrite(Struct, frozen=True, tag="open-write"):
     target: Target
 
 
+class Stage(Struct, frozen=True, tag="stage"):
+    """I cannot reach this cache where it is: give me room in your pool for `slots` of tensors ``start..stop-1``.
+
+    To read, the room is filled before the answer; to write, it is emptied into the cache by `Commit`. Answered by the
+    `Found` of the room, under a lease that `CloseRead` ends either way.
+    """
+
+    seq: UInt64
+    target: Target
+    slots: Annotated[tuple[UInt32, ...], Meta(min_length=1, max_length=2**20)]
+    start: UInt32
+    stop: UInt32
+    is_write: bool
+
+
+class Commit(Struct, frozen=True, tag="commit"):
+    """What I have put into the room of `lease` belongs into the cache now. Answered by `Pong` when it is there."""
+
+    seq: UInt64
+    lease: UInt64
+
+
 class Found(Struct, frozen=True, tag="found", kw_only=True):
     """The answer: cache `cache_id` is valid while word `word` of my state region holds `generation`."""
 
@@ -192,6 +215,8 @@ Message = (
     | LookUp
     | OpenRead
     | OpenWrite
+    | Stage
+    | Commit
     | Found
     | Failed
     | CloseRead

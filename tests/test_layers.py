@@ -23,17 +23,17 @@ PACKAGE: Final = Path(__file__).parents[1] / "kvlink"
 # Imports point down or sideways, never up. ``kvlink/__init__`` is above everything, so no module imports from it.
 LAYERS: Final[dict[int, tuple[str, ...]]] = {
     1: (
-        *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "linkstate", "checks"),
-        *("loops", "acceptor", "layerconfig"),
+        *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "linkstate", "checks", "loops"),
+        *("layerconfig",),
     ),
     2: (
-        *("allocator", "pool", "memory", "buffers", "stateregion", "copying", "transports"),
-        *("caches", "leases", "arrivals", "kvcache", "store", "grants"),
+        *("allocator", "pool", "memory", "buffers", "stateregion", "caches", "leases", "store", "kvcache", "arrivals"),
+        *("copying", "acceptor", "transports"),
     ),
-    3: ("transfer", "copies"),
+    3: ("transfer", "layerwise", "copies", "bookkeeping"),
     4: (
-        *("link", "links", "handshake", "linkcalls", "serving", "views"),
-        *("bookkeeping", "manager", "pulls", "pushes", "layerwise", "layersender"),
+        *("manager", "links", "link", "linkcalls", "handshake", "serving", "grants", "views", "pulls", "pushes"),
+        *("layersender",),
     ),
     5: ("cluster",),
     6: ("cli", "__main__", "doctor", "bench"),
@@ -177,7 +177,7 @@ def upward_imports(modules: dict[str, Module]) -> list[str]:
             above = layer_of(target) if target is not None else 0
             if above is not None and above > layer:
                 faults.append(f"{module.path}:{found.line}: layer {layer} imports {found.target} of layer {above}")
-    return faults
+    return list(dict.fromkeys(faults))
 
 
 def load_cycles(modules: dict[str, Module]) -> list[str]:

@@ -48,48 +48,64 @@ UINT64 = st.integers(0, 2**64 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(max_size=40)
 
-TARGETS = st.builds(Target, TEXT, UINT64, UINT64, UINT32)
 RUNS = st.builds(TensorRun, INT64, INT64, INT64, INT64)
-GEOMETRIES = st.builds(
-    CacheGeometry, INT64, INT64, INT64, TEXT, st.none() | TEXT, st.booleans(), st.lists(RUNS, max_size=4).map(tuple)
-)
+PARTS: Final[dict[type, dict[str, st.SearchStrategy[Any]]]] = {
+    Target: {"namespace": TEXT, "id": UINT64, "model_id": UINT64, "slot": UINT32},
+    CacheGeometry: {
+        "num_tensors": INT64,
+        "num_slots": INT64,
+        "slot_nbytes": INT64,
+        "data_type": TEXT,
+        "layout": st.none() | TEXT,
+        "is_blocks": st.booleans(),
+        "runs": st.lists(RUNS, max_size=4).map(tuple),
+    },
+}
+TARGETS = st.builds(Target, **PARTS[Target])
+FIELDS: Final[dict[type, dict[str, st.SearchStrategy[Any]]]] = {
+    Hello: {
+        "version": UINT32,
+        "cluster_id": UINT64,
+        "incarnation": st.binary(min_size=16, max_size=16),
+        "role": UINT32,
+        "transports": st.lists(TEXT, max_size=16).map(tuple),
+        "expects": st.none() | UINT64,
+        "descriptor_address": st.none() | TEXT,
+        "descriptor_token": st.binary(max_size=32),
+    },
+    Refuse: {"status": UINT32, "field": TEXT, "text": TEXT},
+    Ready: {"transport": TEXT, "reason": TEXT},
+    LookUp: {"seq": UINT64, "target": TARGETS},
+    OpenRead: {"seq": UINT64, "target": TARGETS, "lease_s": st.floats(0, 1e9, exclude_min=True)},
+    OpenWrite: {"seq": UINT64, "target": TARGETS},
+    Found: {
+        "seq": UINT64,
+        "cache_id": UINT64,
+        "slot": UINT32,
+        "geometry": st.builds(CacheGeometry, **PARTS[CacheGeometry]),
+        "word": UINT32,
+        "generation": UINT64,
+        "lease": UINT64,
+        "addresses": st.lists(st.tuples(UINT64, UINT64), max_size=3).map(tuple),
+    },
+    Failed: {"seq": UINT64, "status": UINT32, "text": TEXT},
+    CloseRead: {"lease": UINT64, "tensors": st.none() | st.tuples(UINT32, UINT32)},
+    Recall: {"lease": UINT64},
+    CloseWrite: {"lease": UINT64},
+    LayerEvent: {
+        "push_id": UINT64,
+        "cache_id": UINT64,
+        "tag": TEXT,
+        "layer": st.none() | UINT32,
+        "status": UINT32,
+        "text": TEXT,
+    },
+    Ping: {"seq": UINT64},
+    Pong: {"seq": UINT64},
+    Goodbye: {"reason": TEXT},
+}
 STRATEGIES: Final[dict[type, st.SearchStrategy[Any]]] = {
-    Hello: st.builds(
-        Hello,
-        version=UINT32,
-        cluster_id=UINT64,
-        incarnation=st.binary(min_size=16, max_size=16),
-        role=UINT32,
-        transports=st.lists(TEXT, max_size=16).map(tuple),
-        expects=st.none() | UINT64,
-        descriptor_address=st.none() | TEXT,
-        descriptor_token=st.binary(max_size=32),
-    ),
-    Refuse: st.builds(Refuse, status=UINT32, field=TEXT, text=TEXT),
-    Ready: st.builds(Ready, transport=TEXT, reason=TEXT),
-    LookUp: st.builds(LookUp, UINT64, TARGETS),
-    OpenRead: st.builds(OpenRead, UINT64, TARGETS, st.floats(0, 1e9, exclude_min=True)),
-    OpenWrite: st.builds(OpenWrite, UINT64, TARGETS),
-    Found: st.builds(
-        Found,
-        seq=UINT64,
-        cache_id=UINT64,
-        slot=UINT32,
-        geometry=GEOMETRIES,
-        word=UINT32,
-        generation=UINT64,
-        lease=UINT64,
-    ),
-    Failed: st.builds(Failed, UINT64, UINT32, TEXT),
-    CloseRead: st.builds(CloseRead, UINT64, st.none() | st.tuples(UINT32, UINT32)),
-    Recall: st.builds(Recall, UINT64),
-    CloseWrite: st.builds(CloseWrite, UINT64),
-    LayerEvent: st.builds(
-        LayerEvent, push_id=UINT64, cache_id=UINT64, layer=st.none() | UINT32, status=UINT32, text=TEXT
-    ),
-    Ping: st.builds(Ping, UINT64),
-    Pong: st.builds(Pong, UINT64),
-    Goodbye: st.builds(Goodbye, reason=TEXT),
+    kind: st.builds(kind, **fields) for kind, fields in FIELDS.items()
 }
 MESSAGES = st.one_of(*STRATEGIES.values())
 KINDS = sorted(STRATEGIES, key=lambda kind: kind.__name__)
@@ -133,9 +149,11 @@ def hello(**changes: Any) -> Hello:
 # ---- round trips
 
 
-def test_every_message_type_has_a_strategy() -> None:
-    """The tests below speak for every type that a frame can carry, and answers are messages."""
-    assert set(STRATEGIES) == set(get_args(Message))
+def test_every_field_of_every_message_has_a_strategy() -> None:
+    """The tests below speak for every type that a frame can carry and all of its fields, and answers are messages."""
+    assert set(FIELDS) == set(get_args(Message))
+    for kind, fields in (FIELDS | PARTS).items():
+        assert set(fields) == {field.name for field in msgspec.structs.fields(kind)}, kind.__name__
     assert set(get_args(Answer)) < set(get_args(Message))
 
 

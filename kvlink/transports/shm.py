@@ -12,6 +12,7 @@ here until we let go, and the kernel tells us at once (pidfd).
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections import deque
@@ -32,8 +33,10 @@ from kvlink.plan import Extent, total_nbytes
 from kvlink.pool import Bytes, Segment
 from kvlink.stateregion import order_memory
 from kvlink.transports.base import Capabilities, Endpoint, Offer, Transport
-from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors
+from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors, permit_tracing
 from kvlink.transports.shm_channel import TOKEN_NBYTES, Channel, SharedRegion
+
+_log = logging.getLogger(__name__)
 
 _GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
@@ -68,8 +71,9 @@ class ShmEndpoint(Endpoint):
     name = "shm"
     capabilities = Capabilities(is_one_sided=True, is_same_host=True)
 
-    def __init__(self, local: LocalMemory, copier: Copier, channel: Channel) -> None:
+    def __init__(self, local: LocalMemory, copier: Copier, channel: Channel, permit: str | None) -> None:
         self._local = local
+        self._permit = permit
         self._copier = copier
         self.immediate_nbytes = copier.inline_nbytes
         self._channel = channel
@@ -203,6 +207,12 @@ class ShmEndpoint(Endpoint):
                     continue
                 segment = region.segment
                 if segment is None:
+                    if self._permit is not None:
+                        pid = self._channel.peer()[0] if self._permit == "peer" else None
+                        _log.warning(
+                            "letting %s copy this process's memory", f"process {pid}" if pid else "any process"
+                        )
+                        permit_tracing(pid)
                     regions.append(SharedRegion(number, region.nbytes, False, True, region.address))
                     continue
                 regions.append(SharedRegion(number, segment.nbytes, True, for_writing))
@@ -293,14 +303,18 @@ class ShmTransport(Transport):
         local: the cluster's regions.
         copier: the cluster's copy threads.
         handshake_timeout_s: a connection that has not shown its token by then is closed.
+        permit_peer_access: see `ClusterConfig`.
     """
 
     name = "shm"
 
-    def __init__(self, local: LocalMemory, copier: Copier, *, handshake_timeout_s: float) -> None:
+    def __init__(
+        self, local: LocalMemory, copier: Copier, *, handshake_timeout_s: float, permit_peer_access: str | None = None
+    ) -> None:
         self._local = local
         self._copier = copier
         self._timeout_s = handshake_timeout_s
+        self._permit = permit_peer_access
         self._address = f"kvlink-{secrets.token_hex(16)}"
         self._expected: dict[bytes, _Expectation] = {}
         self._tasks: TaskGroup | None = None
@@ -338,7 +352,7 @@ class ShmTransport(Transport):
         channel = Channel(stream)
         try:
             await channel.send_token(offer.token)
-            endpoint = ShmEndpoint(self._local, self._copier, channel)
+            endpoint = ShmEndpoint(self._local, self._copier, channel, self._permit)
             try:
                 await endpoint.exchange(is_first=True)
             except BaseException:
@@ -372,7 +386,7 @@ class ShmTransport(Transport):
                     expectation = None
                     return
                 expectation.is_taken = True
-                endpoint = ShmEndpoint(self._local, self._copier, channel)
+                endpoint = ShmEndpoint(self._local, self._copier, channel, self._permit)
                 await endpoint.exchange(is_first=False)
             expectation.endpoint = endpoint
             expectation.settled.set()

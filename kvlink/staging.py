@@ -1,0 +1,156 @@
+"""Detours through the owner's pool, for registered memory that the kernel does not let a peer reach.
+
+The owner makes room in its pool for just the slots that are moved. To read, it copies them there first; to write, it
+copies them from there when the writer says so. Its CPU takes part, and the bytes move twice: the link says why
+(`Link.detour`), and what to allow to get rid of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import anyio
+from anyio.abc import TaskGroup
+
+from kvlink.caches import CacheEntry
+from kvlink.checks import Tensors, check_blocks
+from kvlink.copies import LocalCopier
+from kvlink.errors import CacheNotFoundError, KVLinkError, ParameterError, ProtocolError
+from kvlink.geometry import CacheDesc, DataType, select_runs
+from kvlink.kvcache import KvCache
+from kvlink.link import Link
+from kvlink.plan import join_blocks
+from kvlink.store import CacheStore
+from kvlink.wire import Commit, Failed, Found, Message, Pong, Stage, Target
+
+_MAX_LEASE_S = 3600.0
+"""A room that its peer neither uses nor gives back goes back to the pool after this, or when the link ends."""
+
+
+class _Room(NamedTuple):
+    """Room for a detour, and the slots that it stands for."""
+
+    holder: bytes
+    cache: KvCache
+    target: CacheEntry
+    slots: list[int]
+    tensors: Tensors
+
+
+class StagingServer:
+    """The owner's side of detours.
+
+    Args:
+        store: what it owns.
+        copier: copies between its caches.
+        tasks: parent of the copies.
+    """
+
+    def __init__(self, store: CacheStore, copier: LocalCopier, tasks: TaskGroup) -> None:
+        self._store = store
+        self._copier = copier
+        self._tasks = tasks
+        self._rooms: dict[int, _Room] = {}
+
+    def begin(self, link: Link, message: Stage | Commit) -> None:
+        """Serve a message in a task of its own, which answers it."""
+        self._tasks.start_soon(self._serve, link, message)
+
+    def close(self, holder: bytes, lease: int) -> None:
+        """Give a room back; the read lease on it has ended."""
+        room = self._rooms.get(lease)
+        if room is not None and room.holder == holder:
+            del self._rooms[lease]
+            self._store.deallocate(room.cache)
+
+    def drop(self, holder: bytes) -> None:
+        """Give back every room of a peer whose link has ended."""
+        for lease in [lease for lease, room in self._rooms.items() if room.holder == holder]:
+            self.close(holder, lease)
+
+    async def _serve(self, link: Link, message: Stage | Commit) -> None:
+        answer: Message
+        try:
+            answer = await (self._stage(link, message) if isinstance(message, Stage) else self._commit(link, message))
+        except KVLinkError as exc:
+            answer = Failed(message.seq, exc.status, str(exc)[:1000])
+        link.post(answer)
+
+    async def _stage(self, link: Link, message: Stage) -> Found:
+        store = self._store
+        entry, _, _ = store.table.find(message.target)
+        desc = entry.desc
+        slots = check_blocks("slots", list(message.slots), desc.num_slots, is_unique=True)
+        if not 0 <= message.start < message.stop <= desc.num_tensors:
+            raise ParameterError(f"tensors {message.start} to {message.stop} of {desc.num_tensors}")
+        tensors = Tensors(message.start, message.stop)
+        room_desc = CacheDesc(tensors.num, (len(slots), desc.slot_nbytes), DataType.UINT8)
+        cache = store.allocate(room_desc, (), is_blocks=True)
+        room = _Room(link.incarnation, cache, entry, slots, tensors)
+        try:
+            # Also before a write: slots that are written in part keep the rest of their bytes.
+            await self._copy(room, is_write=False)
+            if not link.is_open:
+                raise ParameterError("the link has ended")
+            own = cache.entry()
+            expires_at = anyio.current_time() + _MAX_LEASE_S
+            lease = store.leases.open_read(link.incarnation, own, 0, None, expires_at)
+        except BaseException:
+            store.deallocate(cache)
+            raise
+        self._rooms[lease] = room
+        regions = {run.region for run in own.geometry.runs}
+        link.endpoint.share(regions, for_writing=message.is_write)
+        return Found(
+            seq=message.seq,
+            cache_id=own.cache_id,
+            slot=0,
+            geometry=own.geometry,
+            word=own.word,
+            generation=own.generation,
+            lease=lease,
+        )
+
+    async def _commit(self, link: Link, message: Commit) -> Pong:
+        room = self._rooms.get(message.lease)
+        if room is None or room.holder != link.incarnation:
+            raise CacheNotFoundError(f"there is no room under lease {message.lease}")
+        await self._copy(room, is_write=True)
+        return Pong(message.seq)
+
+    async def _copy(self, room: _Room, *, is_write: bool) -> None:
+        """Copy between a room and the slots that it stands for, and make sure that those were valid all the while."""
+        target, own = room.target, room.cache.entry()
+        nbytes = target.desc.slot_nbytes
+        runs = select_runs(target.geometry.runs, *room.tensors)
+        movement = self._store.begin_moving(target, room.slots)
+        try:
+            if target.has_ended:
+                raise CacheNotFoundError(f"cache {target.cache_id} has ended")
+            inside = range(len(room.slots))
+            if is_write:
+                await self._copier.copy_runs(runs, own.geometry.runs, join_blocks(room.slots, inside, nbytes))
+            else:
+                await self._copier.copy_runs(own.geometry.runs, runs, join_blocks(inside, room.slots, nbytes))
+            if target.has_ended:
+                raise CacheNotFoundError(f"cache {target.cache_id} ended while it was being copied")
+        finally:
+            self._store.end_moving(target, movement)
+
+
+async def stage(link: Link, target: Target, slots: list[int], tensors: Tensors, *, is_write: bool) -> Found:
+    """Ask the owner for room for these slots, filled when it is for reading. The caller has a deadline, and gives the
+    lease back with `CloseRead`.
+
+    Raises:
+        OutOfMemoryError, CacheNotFoundError and others: what the owner answers.
+    """
+    answer = await link.ask(lambda seq: Stage(seq, target, tuple(slots), tensors.start, tensors.stop, is_write))
+    if not isinstance(answer, Found):
+        raise ProtocolError(f"cluster {link.peer} answered a detour with {type(answer).__name__}", peer=link.peer)
+    return answer
+
+
+async def commit(link: Link, lease: int) -> None:
+    """Ask the owner to copy a room into the cache that it stands for; returns when that is done."""
+    await link.ask(lambda seq: Commit(seq, lease))

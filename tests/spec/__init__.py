@@ -1,0 +1,1 @@
+"""The behaviour that the spec prescribes, sentence by sentence; where kvlink differs on purpose: DIFFERENCES.md."""
