@@ -33,7 +33,7 @@ LAYERS: Final[dict[int, tuple[str, ...]]] = {
     3: ("transfer", "layerwise", "copies", "bookkeeping"),
     4: (
         *("manager", "links", "link", "linkcalls", "handshake", "serving", "grants", "views", "pulls", "pushes"),
-        *("layersender",),
+        *("layersender", "staging"),
     ),
     5: ("cluster",),
     6: ("cli", "__main__", "doctor", "bench"),

@@ -1,0 +1,69 @@
+"""The command line. Runs with nothing installed but the core: ``kvlink info`` says what this host can do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import msgspec
+import numpy as np
+
+from kvlink import __version__
+from kvlink.errors import KVLinkError
+from kvlink.pool import Segment
+from kvlink.wire import PROTOCOL_VERSION
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, or 1 where the host lacks something that kvlink needs."""
+    parser = argparse.ArgumentParser(prog="kvlink", description="KV-cache transfer between serving processes")
+    parser.add_argument("--version", action="version", version=f"kvlink {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser("info", help="say what this host can do")
+    info.add_argument("--json", action="store_true", help="as JSON")
+    arguments = parser.parse_args(argv)
+    facts = _facts()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            print(f"{name:<{width}}  {value}")
+    return 0 if facts["shared memory"] == "ok" else 1
+
+
+def _facts() -> dict[str, str]:
+    yama = Path("/proc/sys/kernel/yama/ptrace_scope")
+    return {
+        "kvlink": f"{__version__} (protocol {PROTOCOL_VERSION})",
+        "python": f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}",
+        "numpy, anyio, msgspec": f"{np.__version__}, {_version_of(anyio)}, {_version_of(msgspec)}",
+        "cores": str(len(os.sched_getaffinity(0))),
+        "shared memory": _try_segment(),
+        "process death seen at once": "yes" if hasattr(os, "pidfd_open") else "no: needs Linux 5.3",
+        "yama ptrace_scope": yama.read_text().strip() if yama.exists() else "absent: registered memory is reachable",
+    }
+
+
+def _version_of(module: object) -> str:
+    from importlib.metadata import version
+
+    return version(str(getattr(module, "__name__", "")))
+
+
+def _try_segment() -> str:
+    try:
+        Segment.create("kvlink-info", 4096).close()
+    except (OSError, AttributeError, KVLinkError) as exc:
+        return f"not available: {exc}"
+    return "ok"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
