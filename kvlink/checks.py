@@ -22,6 +22,10 @@ def check_blocks(name: str, blocks: Blocks, num_blocks: int, *, is_unique: bool 
         name: the argument, for the error.
         is_unique: refuse a number that occurs twice: one of two sources would be lost.
     """
+    if type(blocks) is list and len(blocks) == 1:  # 0.5 us of the 1.5 us that the rest takes; see bench S1_4K
+        block = blocks[0]
+        if type(block) is int and 0 <= block < num_blocks:
+            return [block]
     if isinstance(blocks, np.ndarray):
         if blocks.ndim != 1 or (blocks.dtype.kind not in "iu" and blocks.size):
             raise ParameterTypeError(

@@ -90,6 +90,8 @@ _INT64_MAX = 2**63 - 1
 
 def check_int(name: str, value: object, lowest: int, highest: int) -> int:
     """Return `value` as an int in ``lowest..highest``; refuse booleans, floats and anything that is no integer."""
+    if type(value) is int and lowest <= value <= highest:
+        return value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise ParameterTypeError(f"{name} must be an integer, got {value!r}")
     if not lowest <= value <= highest:

@@ -14,12 +14,13 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
 
+from kvlink.checks import Tensors
 from kvlink.errors import KVLinkError, LinkLostError, NotLinkedError, ProtocolError, error_for
-from kvlink.geometry import Role
+from kvlink.geometry import Role, TensorRun
 from kvlink.grants import WriteGrants
 from kvlink.linkstate import LinkEvent, LinkState, next_state
 from kvlink.stats import LinkStats
@@ -50,6 +51,7 @@ class Link:
         reason: why this transport was chosen, and others were not.
         state, stats: where it is in its life, and what went over it.
         views, grants: where the peer's caches lie, and which of them we may write into.
+        pairings: what was found to fit together, so that it is checked once; see `Pairing`.
         detour: why transfers with some of the peer's registered memory go through its pool, and what to allow; None
             while none does.
         unreachable: the regions of the peer for which that is so.
@@ -77,6 +79,7 @@ class Link:
         self.stats = LinkStats()
         self.views: dict[Target, Found] = {}
         self.grants = WriteGrants(self.post)
+        self.pairings: dict[tuple[object, ...], Pairing] = {}
         self.detour: str | None = None
         self.unreachable: set[int] = set()
         self.is_orderly = False
@@ -220,6 +223,7 @@ class Link:
         for waiting in self._answers.values():
             waiting.settled.set()
         self.views.clear()
+        self.pairings.clear()
         self._scope.cancel()
         self._on_closed(self)
 
@@ -310,6 +314,19 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<Link to cluster {self.peer} {self.state.value} over {self.transport}>"
+
+
+class Pairing(NamedTuple):
+    """A cache of the peer and one of ours that have been checked to fit, tensor by tensor, for moving blocks.
+
+    It holds while the state word of `found` holds its generation.
+    """
+
+    found: Found
+    local: tuple[TensorRun, ...]
+    remote: tuple[TensorRun, ...]
+    num_tensors: int
+    theirs: Tensors
 
 
 class _Question:

@@ -87,7 +87,18 @@ class KvCacheManager(CacheBookkeeping):
         Source: the spec, sections 6.7 and 9.3.
         """
         self._check_role("pull_blocks", READERS)
-        return await self._puller.pull_blocks(
+        if isinstance(key, BlocksCacheKey):
+            return await self._puller.pull_blocks(
+                key,
+                cache,
+                src_blocks,
+                dst_blocks,
+                src_layer_range=src_layer_range,
+                dst_layer_range=dst_layer_range,
+                tensor_num_per_layer=tensor_num_per_layer,
+                timeout_s=self._timeout_s(timeout_s),
+            )
+        return await self._puller.pull_slot_into_blocks(
             key,
             cache,
             src_blocks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final
 
@@ -24,7 +24,7 @@ from kvlink.errors import ParameterError, TransferTimeoutError
 from kvlink.geometry import CacheGeometry, TensorRun, select_runs
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
 from kvlink.kvcache import KvCache
-from kvlink.link import Link
+from kvlink.link import Link, Pairing
 from kvlink.links import LinkTable
 from kvlink.plan import Piece, join_blocks, restage, scatter_slot, spread
 from kvlink.report import TransferReport
@@ -36,6 +36,9 @@ from kvlink.wire import CloseRead, Found, Target
 
 _YIELD_EVERY_S: Final = 0.001
 """Small pulls end without giving the loop a turn; a caller that makes thousands in a row gives it one this often."""
+
+_MAX_PAIRINGS: Final = 4096
+"""Remembered pairs of caches and layer ranges per link; beyond that they are found anew."""
 
 Plan = Callable[[Found], tuple[Tensors, list[Piece]]]
 """Checks a peer's cache against the request; returns the peer's tensors and the pieces to move in each."""
@@ -56,7 +59,7 @@ class Puller:
 
     async def pull_blocks(
         self,
-        key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
+        key: BlocksCacheKey,
         cache: KvCache,
         src_blocks: Blocks,
         dst_blocks: Blocks,
@@ -66,20 +69,77 @@ class Puller:
         tensor_num_per_layer: int,
         timeout_s: float,
     ) -> TransferReport:
-        """See `KvCacheManager.pull_blocks`."""
+        """See `KvCacheManager.pull_blocks`. The short path of kvlink: what fits is looked up once (`Pairing`)."""
         started = await self._start()
         width = check_layer_width(tensor_num_per_layer)
         entry = self._store.own_entry(cache, "the destination")
+        destination = check_blocks("dst_blocks", dst_blocks, entry.geometry.num_slots, is_unique=True)
+        source = check_blocks("src_blocks", src_blocks, 2**63)
+        if len(source) != len(destination):
+            check_same_length(source, destination)
+        ours = check_layers("dst_layer_range", dst_layer_range, entry.geometry.num_tensors, width)
+        link = self._links.open_link(key.cluster_id)
+        if not destination:
+            return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
+        link.begin()
+        movement = self._store.begin_moving(entry, destination)
+        try:
+            endpoint = link.endpoint
+            place = (key.model_id, entry.cache_id, src_layer_range, ours, width)
+            pairing = link.pairings.get(place)
+            if pairing is None or await endpoint.load_word(pairing.found.word) != pairing.found.generation:
+                found = await find_cache(link, target_of(key), timeout_s)
+                pairing = _pair(entry, ours, found, src_layer_range, width)
+                if len(link.pairings) >= _MAX_PAIRINGS:
+                    link.pairings.clear()
+                link.pairings[place] = pairing
+            found, local, remote, num_tensors, theirs = pairing
+            geometry = found.geometry
+            if max(source) >= geometry.num_slots:
+                check_blocks("src_blocks", source, geometry.num_slots)
+            pieces = join_blocks(destination, source, geometry.slot_nbytes)
+            nbytes = geometry.slot_nbytes * len(destination) * num_tensors
+            left_s = timeout_s - (perf_counter() - started)
+            if link.unreachable and any(run.region in link.unreachable for run in remote):
+                num_extents = await self._detour(link, target_of(key), found, local, theirs, pieces, nbytes, left_s)
+            else:
+                extents = spread(local, remote, pieces)
+                num_extents = len(extents)
+                await get_checked(endpoint, found, extents, nbytes, timeout_s=left_s, peer=link.peer)
+        except BaseException:
+            link.stats.failures += 1
+            raise
+        finally:
+            self._store.end_moving(entry, movement)
+            link.end()
+        stats = link.stats
+        stats.pulls += 1
+        stats.nbytes_pulled += nbytes
+        return TransferReport(
+            link.peer, link.transport, nbytes, num_extents, perf_counter() - started, tuple(destination)
+        )
+
+    async def pull_slot_into_blocks(
+        self,
+        key: CacheKey | CacheKeyByIdAndIndex,
+        cache: KvCache,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        *,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        timeout_s: float,
+    ) -> TransferReport:
+        """See `KvCacheManager.pull_blocks`, with the key of a slot."""
+        started = await self._start()
+        width = check_layer_width(tensor_num_per_layer)
+        key = check_pull_key(key)
+        entry = self._store.own_entry(cache, "the destination")
         ours = check_layers("dst_layer_range", dst_layer_range, entry.desc.num_tensors, width)
         destination = check_blocks("dst_blocks", dst_blocks, entry.desc.num_slots, is_unique=True)
-        source = check_blocks("src_blocks", src_blocks, 2**63)
-        is_scatter = not isinstance(key, BlocksCacheKey)
-        if isinstance(key, BlocksCacheKey):
-            check_same_length(source, destination)
-        else:
-            check_pull_key(key)
-            if source:
-                raise ParameterError(f"src_blocks must be empty when a slot is pulled into blocks, got {source}")
+        if len(src_blocks):
+            raise ParameterError(f"src_blocks must be empty when a slot is pulled into blocks, got {src_blocks!r}")
         link = self._links.open_link(key.cluster_id)
         if not destination:
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
@@ -88,17 +148,11 @@ class Puller:
             geometry = found.geometry
             theirs = check_layers("src_layer_range", src_layer_range, geometry.num_tensors, width)
             check_same_tensors(ours, theirs)
-            check_same_kind(entry.geometry, geometry, is_by_block=not is_scatter)
-            if is_scatter:
-                return theirs, _scatter(destination, entry.geometry, found)
-            if max(source) >= geometry.num_slots:
-                check_blocks("src_blocks", source, geometry.num_slots)
-            return theirs, join_blocks(destination, source, geometry.slot_nbytes)
+            check_same_kind(entry.geometry, geometry, is_by_block=False)
+            return theirs, _scatter(destination, entry.geometry, found)
 
-        target = target_of(key)
-        look_up = open_read if is_scatter else find_cache
         return await self._pull(
-            link, entry, ours, destination, target, look_up, plan, timeout_s, started, is_consuming=is_scatter
+            link, entry, ours, destination, target_of(key), plan, timeout_s, started, is_consuming=True
         )
 
     async def pull_cache(
@@ -151,7 +205,6 @@ class Puller:
             ours,
             (batch_index,),
             target_of(key),
-            open_read,
             plan,
             timeout_s,
             started,
@@ -172,20 +225,19 @@ class Puller:
         ours: Tensors,
         moving: Sequence[int],
         target: Target,
-        look_up: Callable[[Link, Target, float], Awaitable[Found]],
         plan: Plan,
         timeout_s: float,
         started: float,
         *,
         is_consuming: bool,
     ) -> TransferReport:
-        """Look up, plan, get, settle. A read lease that was given is given back, with what was delivered."""
+        """Pull one slot: look up with a read lease, plan, get, and give the lease back with what was delivered."""
         link.begin()
         movement = self._store.begin_moving(entry, moving)
         found: Found | None = None
         delivered: tuple[int, int] | None = None
         try:
-            found = await look_up(link, target, timeout_s)
+            found = await open_read(link, target, timeout_s)
             theirs, pieces = plan(found)
             nbytes = sum([piece.nbytes for piece in pieces]) * ours.num
             runs = select_runs(entry.geometry.runs, *ours)
@@ -204,7 +256,7 @@ class Puller:
             link.stats.failures += 1
             raise
         finally:
-            if found is not None and found.lease:
+            if found is not None:
                 link.post(CloseRead(found.lease, delivered))
             self._store.end_moving(entry, movement)
             link.end()
@@ -235,6 +287,16 @@ class Puller:
                 f"pulling {nbytes} bytes through the pool of cluster {link.peer} did not end in time", peer=link.peer
             )
         return len(extents)
+
+
+def _pair(entry: CacheEntry, ours: Tensors, found: Found, src_layer_range: range | None, width: int) -> Pairing:
+    """Check that blocks of the peer's cache fit into ours; raises before any byte has moved."""
+    geometry = found.geometry
+    theirs = check_layers("src_layer_range", src_layer_range, geometry.num_tensors, width)
+    check_same_tensors(ours, theirs)
+    check_same_kind(entry.geometry, geometry, is_by_block=True)
+    local, remote = select_runs(entry.geometry.runs, *ours), select_runs(geometry.runs, *theirs)
+    return Pairing(found, local, remote, ours.num, theirs)
 
 
 def _scatter(destination: list[int], ours: CacheGeometry, found: Found) -> list[Piece]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlink.geometry import TensorRun, join_tensors, select_runs
-from kvlink.plan import BlockNumbers, Extent, Piece, join_blocks, scatter_slot, spread, total_nbytes
+from kvlink.plan import BlockNumbers, Extent, Piece, join_blocks, restage, scatter_slot, spread, total_nbytes
 from kvlink.pool import Bytes
 
 Place = tuple[int, int]
@@ -285,6 +285,33 @@ def test_scatter_slot_takes_no_more_blocks_than_it_needs() -> None:
     assert scatter_slot([4, 9, 2], 8, 0, 8) == [Piece(32, 0, 8)]
     assert scatter_slot([4, 9, 2], 8, 0, 0) == []
     assert scatter_slot([], 8, 0, 8) == []
+
+
+# ---- restage
+
+
+@given(paired_numbers(), st.integers(1, 3), st.integers(1, 3))
+def test_restaged_pieces_have_the_bytes_of_the_touched_slots(
+    numbers: list[tuple[int, int]], block_nbytes: int, blocks_per_slot: int
+) -> None:
+    """The slots are those that the pieces touch, once each and ascending; in their copies lies every byte as before."""
+    slot_nbytes = block_nbytes * blocks_per_slot
+    pieces = join_blocks(numbers_of_ours(numbers), numbers_of_theirs(numbers), block_nbytes)
+    slots, moved = restage(pieces, slot_nbytes)
+    wanted = moves_of_pieces([(0, 0)], [(0, 0)], pieces)
+    assert slots == sorted({remote // slot_nbytes for _, _, _, remote in wanted})
+    assert sorted(
+        (0, local, 0, slots[staged // slot_nbytes] * slot_nbytes + staged % slot_nbytes)
+        for _, local, _, staged in moves_of_pieces([(0, 0)], [(0, 0)], moved)
+    ) == sorted(wanted)
+
+
+def test_restage_by_example() -> None:
+    """A piece from the middle of slot 7 to the middle of slot 9, and one inside of slot 2."""
+    slots, moved = restage([Piece(0, 75, 20), Piece(100, 21, 3)], 10)
+    assert slots == [2, 7, 8, 9]
+    assert moved == [Piece(0, 15, 5), Piece(5, 20, 10), Piece(15, 30, 5), Piece(100, 1, 3)]
+    assert restage([], 10) == ([], [])
 
 
 # ---- spread

@@ -92,7 +92,7 @@ class ShmEndpoint(Endpoint):
         self._check_open()
         local, remote = self._local, self._remote
         if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
-            await self._copy_foreign(extents, is_write=False)
+            await self._copy_foreign(extents, nbytes, is_write=False)
             return
         copies = [
             Copy(local[region].memory, offset, stride, remote[peer_region], peer_offset, peer_stride, length, count)
@@ -104,7 +104,7 @@ class ShmEndpoint(Endpoint):
         self._check_open()
         local, remote = self._local, self._remote
         if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
-            await self._copy_foreign(extents, is_write=True)
+            await self._copy_foreign(extents, nbytes, is_write=True)
             return
         copies = [
             Copy(remote[peer_region], peer_offset, peer_stride, local[region].memory, offset, stride, length, count)
@@ -245,7 +245,7 @@ class ShmEndpoint(Endpoint):
             for fd in remaining:
                 os.close(fd)
 
-    async def _copy_foreign(self, extents: Sequence[Extent], *, is_write: bool) -> None:
+    async def _copy_foreign(self, extents: Sequence[Extent], nbytes: int, *, is_write: bool) -> None:
         """Copy extents of which at least one is in memory that cannot be mapped, each group in its own way."""
         by_region: dict[int, list[Extent]] = {}
         for extent in extents:
@@ -253,8 +253,8 @@ class ShmEndpoint(Endpoint):
         for number, group in by_region.items():
             foreign = self._foreign.get(number)
             if foreign is None:
-                nbytes = total_nbytes(group)
-                await (self.put(group, nbytes) if is_write else self.get(group, nbytes))
+                moved = total_nbytes(group)
+                await (self.put(group, moved) if is_write else self.get(group, moved))
                 continue
             pieces = [
                 (
@@ -269,9 +269,12 @@ class ShmEndpoint(Endpoint):
             ]
             chunk_nbytes = self._copier.chunk_nbytes
             vectors = join_vectors(cut_vectors(pieces, chunk_nbytes), chunk_nbytes)
-            await self._copier.run_calls(
-                partial(foreign.copy, mine, theirs, is_write=is_write) for mine, theirs in vectors
-            )
+            calls = (partial(foreign.copy, mine, theirs, is_write=is_write) for mine, theirs in vectors)
+            if nbytes <= self.immediate_nbytes:
+                for call in calls:
+                    call()
+            else:
+                await self._copier.run_calls(calls)
 
     def _has(self, region: int, for_writing: bool) -> bool:
         foreign = self._foreign.get(region)

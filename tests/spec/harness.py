@@ -1,8 +1,8 @@
 """Two linked clusters, P and D: both in this process, or P in a process of its own.
 
-Most tests use `linked_pair` and the library as a user would. A test that must hold in both worlds uses `owner_and_reader`
-and asks P by name: there, `SpecActor` obeys, in this process by a plain call, in the child over its socket. Nothing here
-waits by sleeping: a question over a link is answered after every message before it (`flush`).
+Most tests use `linked_pair` and the library as a user would. A test that must hold in both worlds uses
+`owner_and_reader` and asks P by name: `SpecActor` obeys, in this process by a plain call, in the child over its socket.
+Nothing here waits by sleeping: a question over a link is answered after every message before it (`flush`).
 
 The child is ``python -m tests.spec.harness ... SETTINGS``.
 """
