@@ -8,13 +8,13 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import anyio
 import msgspec
 import numpy as np
 
-from kvlink import __version__
 from kvlink.errors import KVLinkError
 from kvlink.pool import Segment
 from kvlink.wire import PROTOCOL_VERSION
@@ -23,7 +23,7 @@ from kvlink.wire import PROTOCOL_VERSION
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, or 1 where the host lacks something that kvlink needs."""
     parser = argparse.ArgumentParser(prog="kvlink", description="KV-cache transfer between serving processes")
-    parser.add_argument("--version", action="version", version=f"kvlink {__version__}")
+    parser.add_argument("--version", action="version", version=f"kvlink {version('kvlink')}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="say what this host can do")
     info.add_argument("--json", action="store_true", help="as JSON")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _facts() -> dict[str, str]:
     yama = Path("/proc/sys/kernel/yama/ptrace_scope")
     return {
-        "kvlink": f"{__version__} (protocol {PROTOCOL_VERSION})",
+        "kvlink": f"{version('kvlink')} (protocol {PROTOCOL_VERSION})",
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}",
         "numpy, anyio, msgspec": f"{np.__version__}, {_version_of(anyio)}, {_version_of(msgspec)}",
         "cores": str(len(os.sched_getaffinity(0))),
@@ -52,8 +52,6 @@ def _facts() -> dict[str, str]:
 
 
 def _version_of(module: object) -> str:
-    from importlib.metadata import version
-
     return version(str(getattr(module, "__name__", "")))
 
 

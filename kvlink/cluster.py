@@ -125,9 +125,7 @@ class Cluster(LinkCalls):
         if self._tasks is not None or self._is_closed:
             raise ClosedError("a Cluster is entered once; make a new one")
         config = self.config
-        store = await anyio.to_thread.run_sync(
-            CacheStore.create, self._pool_nbytes, self._host_pool_nbytes, config.max_caches
-        )
+        store = await anyio.to_thread.run_sync(CacheStore.create, self._pool_nbytes, self._host_pool_nbytes, config)
         tasks = anyio.create_task_group()
         await tasks.__aenter__()
         self._tasks, self._store = tasks, store
@@ -137,14 +135,7 @@ class Cluster(LinkCalls):
                 inline_nbytes=config.inline_nbytes,
                 chunk_nbytes=config.chunk_nbytes,
             )
-            self._transports = [
-                ShmTransport(
-                    store.memory,
-                    self._copier,
-                    handshake_timeout_s=config.handshake_timeout_s,
-                    permit_peer_access=config.permit_peer_access,
-                )
-            ]
+            self._transports = [ShmTransport(store.memory, self._copier, config)]
             for transport in self._transports:
                 await transport.start(tasks)
             local = LocalCopier(store, self._copier)

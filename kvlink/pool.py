@@ -16,6 +16,7 @@ import errno
 import fcntl
 import mmap
 import os
+import platform
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvlink.errors import OutOfMemoryError, ProtocolError
 Bytes = NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
+_HUGE_PAGE = 2 * 1024 * 1024
 _ALIGNMENT = 512
 _LARGE_NBYTES = 64 * 1024
 """Caches with tensors of at least this size begin on a page."""
@@ -61,31 +63,52 @@ class Segment:
         self.memory: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
 
     @classmethod
-    def create(cls, name: str, nbytes: int) -> Segment:
+    def create(
+        cls, name: str, nbytes: int, *, is_huge: bool = False, is_prefaulted: bool = True, numa_node: int | None = None
+    ) -> Segment:
         """Make a segment of at least `nbytes`, reserved and sealed. May take seconds for tens of GiB: use a thread.
 
+        Args:
+            is_huge: of 2 MiB pages, which the host must have set aside (``vm.nr_hugepages``).
+            is_prefaulted: enter all pages into the page table now, rather than at their first use.
+            numa_node: take the memory from this node only.
+
         Raises:
-            OutOfMemoryError: the host has not that much memory to give.
+            OutOfMemoryError: the host has not that much memory of that kind to give.
         """
-        nbytes = -(-nbytes // _PAGE) * _PAGE
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        page = _HUGE_PAGE if is_huge else _PAGE
+        nbytes = -(-nbytes // page) * page
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        try:
+            fd = os.memfd_create(name, flags | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if is_huge else 0))
+        except OSError as exc:
+            raise OutOfMemoryError(
+                f"this kernel makes no memory of that kind for {name}: {exc.strerror}",
+                needed=nbytes,
+                free=0,
+                largest_hole=0,
+            ) from exc
         try:
             os.ftruncate(fd, nbytes)
+            if numa_node is not None:
+                _bind(fd, nbytes, numa_node)
             os.posix_fallocate(fd, 0, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as exc:
             os.close(fd)
             if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EINVAL):
                 raise
+            kind, remedy = ("huge pages", "set more aside") if is_huge else ("shared memory", "free memory")
             raise OutOfMemoryError(
-                f"the host cannot reserve {nbytes} bytes of shared memory for {name}: {exc.strerror}; "
-                "ask for a smaller pool, or free memory",
+                f"the host cannot reserve {nbytes} bytes of {kind} for {name}: "
+                f"{exc.strerror}; ask for a smaller pool, or {remedy}",
                 needed=nbytes,
                 free=0,
                 largest_hole=0,
             ) from exc
         segment = cls(fd, nbytes, is_writable=True)
-        populate(segment.memory, for_writing=True)
+        if is_prefaulted:
+            populate(segment.memory, for_writing=True)
         return segment
 
     @classmethod
@@ -109,8 +132,15 @@ class Segment:
         return cls(fd, nbytes, is_writable=is_writable)
 
     def open_read_only(self) -> int:
-        """Return a new descriptor of the same memory that cannot be mapped for writing; the caller closes it."""
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        """Return a new descriptor of the same memory that cannot be mapped for writing; the caller closes it.
+
+        A process that is not dumpable (setuid, or hardened) may not open its own descriptors anew; it hands out a copy
+        that could write, and relies on the peer to map it for reading, as kvlink does.
+        """
+        try:
+            return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except (PermissionError, FileNotFoundError):
+            return os.dup(self.fd)
 
     def root(self, offset: int, nbytes: int) -> Bytes:
         """Return a writable view that is its own base: as long as any view made from it lives, so does it.
@@ -193,7 +223,29 @@ def populate(memory: Bytes, *, for_writing: bool) -> None:
     _LIBC.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), advice)
 
 
-_LIBC = ctypes.CDLL(None)
+def _bind(fd: int, nbytes: int, node: int) -> None:
+    """Make the pages of a memfd come from one NUMA node; a shared mapping's policy belongs to the file itself."""
+    number = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # SYS_mbind
+    if number is None:
+        raise OSError(errno.EINVAL, f"no NUMA binding on {platform.machine()}")
+    with mmap.mmap(fd, nbytes) as mapping:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        mask = (ctypes.c_ulong * 16)()
+        mask[node // 64] = 1 << node % 64
+        if _LIBC.syscall(
+            ctypes.c_long(number),
+            ctypes.c_void_p(address),
+            ctypes.c_ulong(nbytes),
+            ctypes.c_int(_MPOL_BIND),
+            mask,
+            ctypes.c_ulong(1024),
+            ctypes.c_uint(0),
+        ):
+            raise OSError(errno.EINVAL, f"no NUMA node {node}: {os.strerror(ctypes.get_errno())}")
+
+
+_MPOL_BIND = 2  # <linux/mempolicy.h>
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_READ = 22  # <asm-generic/mman-common.h>
 _MADV_POPULATE_WRITE = 23
 

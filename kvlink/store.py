@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from kvlink.buffers import as_bytes
 from kvlink.caches import CacheEntry, CacheTable
+from kvlink.config import ClusterConfig
 from kvlink.errors import CacheNotFoundError, ClosedError, OutOfMemoryError, ParameterError, ParameterTypeError
 from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun, join_tensors
 from kvlink.keys import KeyName
@@ -46,18 +47,25 @@ class CacheStore:
         self._is_closed = False
 
     @classmethod
-    def create(cls, pool_nbytes: int, host_pool_nbytes: int, max_caches: int) -> CacheStore:
-        """Reserve the memory. Slow (about 0.3 s per GiB): to be called in a thread.
+    def create(cls, pool_nbytes: int, host_pool_nbytes: int, config: ClusterConfig) -> CacheStore:
+        """Reserve the memory. Slow (about 0.5 s per GiB): to be called in a thread.
 
         Raises:
             OutOfMemoryError: the host has not that much.
         """
         made: list[Segment] = []
         try:
-            made.append(Segment.create("kvlink-state", max_caches * WORD_NBYTES))
-            made.append(Segment.create("kvlink-pool", pool_nbytes))
-            if host_pool_nbytes:
-                made.append(Segment.create("kvlink-host-pool", host_pool_nbytes))
+            made.append(Segment.create("kvlink-state", config.max_caches * WORD_NBYTES))
+            for name, nbytes in (("kvlink-pool", pool_nbytes), ("kvlink-host-pool", host_pool_nbytes)):
+                if nbytes:
+                    segment = Segment.create(
+                        name,
+                        nbytes,
+                        is_huge=config.has_huge_pages,
+                        is_prefaulted=config.is_prefaulted,
+                        numa_node=config.numa_node,
+                    )
+                    made.append(segment)
         except BaseException:
             for segment in made:
                 segment.close()

@@ -30,10 +30,10 @@ LAYERS: Final[dict[int, tuple[str, ...]]] = {
         *("allocator", "pool", "memory", "buffers", "stateregion", "caches", "leases", "store", "kvcache", "arrivals"),
         *("copying", "acceptor", "transports"),
     ),
-    3: ("transfer", "layerwise", "copies", "bookkeeping"),
+    3: ("transfer", "copies", "bookkeeping"),
     4: (
         *("manager", "links", "link", "linkcalls", "handshake", "serving", "grants", "views", "pulls", "pushes"),
-        *("layersender", "staging"),
+        *("layerwise", "layersender", "staging"),
     ),
     5: ("cluster",),
     6: ("cli", "__main__", "doctor", "bench"),

@@ -26,6 +26,7 @@ from anyio.abc import TaskGroup, UNIXSocketStream
 from numpy.typing import NDArray
 
 from kvlink.acceptor import Acceptor
+from kvlink.config import ClusterConfig
 from kvlink.copying import Copier, Copy
 from kvlink.errors import KVLinkError, LinkError, LinkLostError, ProtocolError
 from kvlink.memory import STATE, LocalMemory
@@ -71,9 +72,10 @@ class ShmEndpoint(Endpoint):
     name = "shm"
     capabilities = Capabilities(is_one_sided=True, is_same_host=True)
 
-    def __init__(self, local: LocalMemory, copier: Copier, channel: Channel, permit: str | None) -> None:
+    def __init__(self, local: LocalMemory, copier: Copier, channel: Channel, config: ClusterConfig) -> None:
         self._local = local
-        self._permit = permit
+        self._permit = config.permit_peer_access
+        self._is_prefaulted = config.is_prefaulted
         self._copier = copier
         self.immediate_nbytes = copier.inline_nbytes
         self._channel = channel
@@ -237,7 +239,8 @@ class ShmEndpoint(Endpoint):
                 if old is not None:
                     old.close()
                 self._segments[region.number] = segment
-                self._copier.prefault(segment.memory, for_writing=region.is_writable)
+                if self._is_prefaulted:
+                    self._copier.prefault(segment.memory, for_writing=region.is_writable)
                 self._remote[region.number] = segment.memory
                 if region.number == STATE:
                     self._words = segment.memory.view(np.uint64)
@@ -305,19 +308,14 @@ class ShmTransport(Transport):
     Args:
         local: the cluster's regions.
         copier: the cluster's copy threads.
-        handshake_timeout_s: a connection that has not shown its token by then is closed.
-        permit_peer_access: see `ClusterConfig`.
     """
 
     name = "shm"
 
-    def __init__(
-        self, local: LocalMemory, copier: Copier, *, handshake_timeout_s: float, permit_peer_access: str | None = None
-    ) -> None:
+    def __init__(self, local: LocalMemory, copier: Copier, config: ClusterConfig) -> None:
         self._local = local
         self._copier = copier
-        self._timeout_s = handshake_timeout_s
-        self._permit = permit_peer_access
+        self._config = config
         self._address = f"kvlink-{secrets.token_hex(16)}"
         self._expected: dict[bytes, _Expectation] = {}
         self._tasks: TaskGroup | None = None
@@ -355,7 +353,7 @@ class ShmTransport(Transport):
         channel = Channel(stream)
         try:
             await channel.send_token(offer.token)
-            endpoint = ShmEndpoint(self._local, self._copier, channel, self._permit)
+            endpoint = ShmEndpoint(self._local, self._copier, channel, self._config)
             try:
                 await endpoint.exchange(is_first=True)
             except BaseException:
@@ -383,13 +381,13 @@ class ShmTransport(Transport):
         expectation: _Expectation | None = None
         endpoint: ShmEndpoint | None = None
         try:
-            with anyio.fail_after(self._timeout_s):
+            with anyio.fail_after(self._config.handshake_timeout_s):
                 expectation = self._expected.get(await channel.receive_token())
                 if expectation is None or expectation.is_taken:
                     expectation = None
                     return
                 expectation.is_taken = True
-                endpoint = ShmEndpoint(self._local, self._copier, channel, self._permit)
+                endpoint = ShmEndpoint(self._local, self._copier, channel, self._config)
                 await endpoint.exchange(is_first=False)
             expectation.endpoint = endpoint
             expectation.settled.set()
