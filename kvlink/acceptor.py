@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import anyio
@@ -40,3 +40,33 @@ class Acceptor:
             with anyio.CancelScope(shield=True), suppress(OSError):
                 await self._listener.aclose()
             self._ended.set()
+
+
+class Strangers:
+    """Connections that have not said who they are. When there are too many, the one that has waited longest goes.
+
+    So idle connections, however many, cannot keep a peer out that speaks at once.
+
+    Args:
+        most: how many may wait at the same time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[int, anyio.CancelScope] = {}
+        self._next = 0
+
+    @contextmanager
+    def waiting(self, timeout_s: float) -> Iterator[anyio.CancelScope]:
+        """Run the body as a stranger: it is cancelled after `timeout_s`, or earlier when it must make room."""
+        if len(self._waiting) >= self._most:
+            oldest = next(iter(self._waiting))
+            self._waiting.pop(oldest).cancel()
+        number = self._next
+        self._next += 1
+        with anyio.move_on_after(timeout_s) as scope:
+            self._waiting[number] = scope
+            try:
+                yield scope
+            finally:
+                self._waiting.pop(number, None)

@@ -87,8 +87,9 @@ class CacheEntry:
 
     def mark_read(self, slot: int, start: int, stop: int) -> bool:
         """Note that tensors ``start..stop-1`` of `slot` were delivered; return whether all of them have been now."""
-        unread = self._unread.setdefault(slot, set(range(self.desc.num_tensors)))
-        unread.difference_update(range(start, stop))
+        num_tensors = self.desc.num_tensors
+        unread = self._unread.setdefault(slot, set(range(num_tensors)))
+        unread.difference_update(range(start, min(stop, num_tensors)))  # a peer's numbers: never loop over them all
         return not unread
 
     def forget_reads(self, slot: int) -> None:

@@ -89,6 +89,7 @@ class Cluster(LinkCalls):
         self._transports: list[Transport] = []
         self._acceptor: Acceptor | None = None
         self._is_closed = False
+        self._pid = os.getpid()
         self._closing: anyio.Event | None = None
 
     @property
@@ -175,6 +176,8 @@ class Cluster(LinkCalls):
 
         Views on caches stay valid. Safe to call from several tasks at once; each returns when all is closed.
         """
+        if os.getpid() != self._pid:
+            return  # a forked child: all of this is the parent's, and a goodbye would be said in its name
         if self._closing is not None:
             await self._closing.wait()
             return
@@ -193,6 +196,8 @@ class Cluster(LinkCalls):
 
     def abort(self) -> None:
         """Close now: nothing is said to anyone, what is in flight fails. Idempotent; leave the context afterwards."""
+        if os.getpid() != self._pid:
+            return
         self._is_closed = True
         if self._links is not None:
             self._links.abort_all("the cluster was aborted")

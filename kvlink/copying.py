@@ -198,7 +198,11 @@ class Copier:
                         return
                     condition.wait()
                 job = self._jobs.popleft()
-                chunk = next(job.chunks, None)
+                try:
+                    chunk = next(job.chunks, None)
+                except Exception as exc:  # cutting the work failed; the caller learns it
+                    job.error = job.error or exc
+                    chunk = None
                 if chunk is None:
                     job.has_no_more = True
                     if job.num_taken == 0:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 from anyio.abc import ByteStream, SocketAttribute, SocketStream, TaskGroup
 
+from kvlink.acceptor import Strangers
 from kvlink.config import ClusterConfig, ClusterInfo, parse_address
 from kvlink.errors import (
     HandshakeError,
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 _PROBE_S: Final = 1.0
 """How long an older link of a peer that dials again may take to show that it is alive."""
 _MAX_STRANGERS: Final = 256
-"""Connections that have not said who they are yet; more are closed at once."""
+"""Connections that have not said who they are yet."""
 
 
 class LinkTable:
@@ -78,7 +79,7 @@ class LinkTable:
         self._link_closed = on_closed
         self._links: dict[int, Link] = {}
         self._attempts: dict[int, _Attempt] = {}
-        self._num_strangers = 0
+        self._strangers = Strangers(_MAX_STRANGERS)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -180,23 +181,20 @@ class LinkTable:
 
     async def accept(self, stream: ByteStream) -> None:
         """Serve one incoming connection; never raises. A stranger costs one small buffer until its deadline."""
-        if self._num_strangers >= _MAX_STRANGERS:
-            await anyio.aclose_forcefully(stream)
-            return
-        self._num_strangers += 1
         whom = _origin(stream)
         greeted: Greeted | None = None
         try:
-            with anyio.fail_after(self._config.handshake_timeout_s):
+            with self._strangers.waiting(self._config.handshake_timeout_s) as scope:
                 greeted = await greet_as_acceptor(
                     stream, self._hello(), self._transports, whom=whom, admit=self._admit, settle=self._settle_old
                 )
-        except (KVLinkError, TimeoutError, OSError) as exc:
-            _log.warning("refused a connection from %s: %s", whom, exc or "it never said who it is")
+            if scope.cancelled_caught:
+                _log.warning("closed a connection from %s: it never said who it is", whom)
+        except (KVLinkError, OSError) as exc:
+            _log.warning("refused a connection from %s: %s", whom, exc)
         except Exception:
             _log.exception("failed to serve a connection from %s", whom)
         finally:
-            self._num_strangers -= 1
             if greeted is None:
                 with anyio.CancelScope(shield=True), suppress(OSError):
                     await anyio.aclose_forcefully(stream)

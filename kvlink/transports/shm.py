@@ -19,13 +19,14 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Final
 
 import anyio
 import numpy as np
 from anyio.abc import TaskGroup, UNIXSocketStream
 from numpy.typing import NDArray
 
-from kvlink.acceptor import Acceptor
+from kvlink.acceptor import Acceptor, Strangers
 from kvlink.config import ClusterConfig
 from kvlink.copying import Copier, Copy
 from kvlink.errors import KVLinkError, LinkError, LinkLostError, ProtocolError
@@ -39,6 +40,7 @@ from kvlink.transports.shm_channel import TOKEN_NBYTES, Channel, SharedRegion
 
 _log = logging.getLogger(__name__)
 
+_MAX_STRANGERS: Final = 256
 _GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
@@ -318,6 +320,7 @@ class ShmTransport(Transport):
         self._config = config
         self._address = f"kvlink-{secrets.token_hex(16)}"
         self._expected: dict[bytes, _Expectation] = {}
+        self._strangers = Strangers(_MAX_STRANGERS)
         self._tasks: TaskGroup | None = None
         self._acceptor: Acceptor | None = None
 
@@ -380,8 +383,9 @@ class ShmTransport(Transport):
         channel = Channel(stream)
         expectation: _Expectation | None = None
         endpoint: ShmEndpoint | None = None
+        is_attached = False
         try:
-            with anyio.fail_after(self._config.handshake_timeout_s):
+            with self._strangers.waiting(self._config.handshake_timeout_s):
                 expectation = self._expected.get(await channel.receive_token())
                 if expectation is None or expectation.is_taken:
                     expectation = None
@@ -389,6 +393,9 @@ class ShmTransport(Transport):
                 expectation.is_taken = True
                 endpoint = ShmEndpoint(self._local, self._copier, channel, self._config)
                 await endpoint.exchange(is_first=False)
+                is_attached = True
+            if expectation is None or endpoint is None or not is_attached:
+                return  # too slow
             expectation.endpoint = endpoint
             expectation.settled.set()
             owned, endpoint = endpoint, None  # the link's from here on
@@ -396,7 +403,7 @@ class ShmTransport(Transport):
         except KVLinkError as exc:
             if expectation is not None:
                 expectation.error = exc
-        except (*_GONE, TimeoutError):
+        except _GONE:
             pass
         finally:
             if expectation is not None:
