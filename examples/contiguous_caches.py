@@ -1,17 +1,10 @@
-"""Hand contiguous caches from P (role PROMPT) to D (role DECODER), step by step: by request, then layer by layer.
-
-A contiguous cache has slots, one for each request. D pulls a request by its key, which that uses up: the memory of a
-cache that P has given back is free once its last request has gone. The other way to hand over, `transfer_cache_async`,
-sends each layer as soon as it is computed, into a slot of D, and D awaits the layers one by one.
-"""
+"""Hand contiguous caches from P to D: requests that D pulls by their keys, then one that P pushes layer by layer."""
 
 import sys
 from multiprocessing.connection import Connection
 from threading import Event
 
-import anyio
 import numpy as np
-from anyio import to_thread
 from numpy.typing import NDArray
 from two_processes import receive, run_both
 
@@ -19,7 +12,8 @@ import kvlink as kv
 
 LAYERS, SLOT = range(8), (128, 4, 32)  # a slot of a tensor: tokens, heads, numbers of a head
 DESC = kv.CacheDesc(2 * len(LAYERS), (4, *SLOT), "float32")  # K and V of each layer, each with four slots
-KEYS = [kv.CacheKey(1, req_id=request) for request in (71, kv.ABSENT, 72, 73)]  # nothing is in slot 1
+KEYS = [kv.CacheKey(1, req_id=request) for request in (71, kv.ABSENT, 72, 73)]  # slot 1 is not used
+IS_COMPUTED = [Event() for _ in LAYERS]  # of request 74, in P
 
 
 def content(request: int, tensor: int) -> NDArray[np.float32]:
@@ -37,18 +31,15 @@ def check(step: str, cache: kv.KvCache, slot: int, request: int, layers: range =
     """Compare layers of a slot with what the model computes, and say that `step` is done."""
     for tensor in range(2 * layers.start, 2 * layers.stop):
         if not np.array_equal(cache.tensors[tensor][slot], content(request, tensor)):
-            sys.exit(f"{step}: tensor {tensor} is wrong")
+            sys.exit(f"{step}: tensor {tensor} is WRONG")
     print(f"{step}: right", flush=True)
 
 
 class ComputedLayers(kv.LayerSynchronizer):
-    """Lets the push wait for each layer. This one is called in a thread and may block; an async one is awaited."""
-
-    def __init__(self) -> None:
-        self.events = [Event() for _ in LAYERS]
+    """Lets the push wait for each layer. A plain method, such as this one, is called in a thread and may block."""
 
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        return self.events[layer_index].wait(10)  # False gives the push up
+        return IS_COMPUTED[layer_index].wait(10)  # False gives the push up
 
 
 async def prompt(pipe: Connection) -> int:
@@ -64,19 +55,19 @@ async def prompt(pipe: Connection) -> int:
             manager.allocate_cache(DESC)
             sys.exit("P: there is room for a second cache already")
         except kv.OutOfMemoryError:
-            print("P: cache deallocated; its memory stays, since request 73 is still in it", flush=True)
+            print("P: cache deallocated; its memory stays, because request 73 is still to be pulled", flush=True)
         pipe.send("deallocated")
         dst = kv.CacheKeyByIdAndIndex(2, cache_id=await receive(pipe), batch_index=1)  # D has pulled 73
         cache = manager.allocate_cache(DESC)
         print("P: memory is free; another cache allocated in it", flush=True)
-        layers, config = ComputedLayers(), kv.TransferWithCacheKeyConfig(dst, LAYERS, LAYERS, src_batch_index=2)
-        push = manager.transfer_cache_async(cache, layers, [config])
-        for layer, event in enumerate(layers.events):
-            await to_thread.run_sync(compute, cache, 2, 74, LAYERS[layer : layer + 1])
-            event.set()
-            await receive(pipe)  # D has checked this layer; P waits only to show that no layer waits for the next
-        with anyio.fail_after(10):
-            await push
+        config = kv.TransferWithCacheKeyConfig(dst, LAYERS, LAYERS, src_batch_index=2)
+        push = manager.transfer_cache_async(cache, ComputedLayers(), [config])
+        for layer in LAYERS:
+            compute(cache, 2, 74, LAYERS[layer : layer + 1])
+            IS_COMPUTED[layer].set()
+            await receive(pipe)  # D has checked it; only this program waits, to show that no layer waits for the next
+        if not (await push.synchronize(timeout_s=10)).is_ok:
+            sys.exit(f"P: {push.error}")
         await receive(pipe)  # D has unlinked
     return 0
 
@@ -87,13 +78,13 @@ async def decode(pipe: Connection) -> int:
         (await cluster.link_clusters([peer], timeout_s=5)).raise_for_status()
         cache = manager.allocate_cache(DESC)
         for request, slot in {71: 3, 72: 0}.items():
-            await manager.pull_cache(kv.CacheKey(1, request), cache, slot)
+            await manager.pull_cache(kv.CacheKey(1, request), cache, slot)  # uses the key up
             check(f"D: request {request} pulled into slot {slot}", cache, slot, request)
         pipe.send("pulled")
         await receive(pipe)  # P has deallocated its cache
         await manager.pull_cache(kv.CacheKey(1, 73), cache, 2)
         check("D: request 73 pulled out of the deallocated cache", cache, 2, 73)
-        # P learns of a finished pull by a message; its answer to a later message says that it has.
+        # P learns of a finished pull by a message; that it answers a later one says that it has.
         (await cluster.check_link_status(1, timeout_s=5)).raise_for_status()
         with cache.arrivals.watch(peer=1) as watch:  # before the push begins
             pipe.send(cache.cache_id)

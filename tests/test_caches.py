@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -305,7 +305,7 @@ def test_memory_of_the_caller_ends_with_the_id(owner: Owner) -> None:
 
 
 def test_four_slots_two_keys_and_a_placeholder(owner: Owner) -> None:
-    """The spec's own test of section 5.2: both keys resolve after deallocate; the cache lives until both are removed."""
+    """The test of section 5.2: both keys resolve after deallocate; the cache lives until both are removed."""
     entry = owner.allocate([request(0), None, request(2)])
     owner.table.drop_id(entry.cache_id)
     assert owner.table.find(by_key(request(0)))[:2] == (entry, 0)
@@ -324,11 +324,12 @@ def test_the_state_word_changes_exactly_when_the_last_reference_goes(owner: Owne
     view = owner.view(entry)
     lease = owner.leases.open_read(DECODER, entry, 0, None, FOREVER)
     owner.table.pin(entry)
-    for end_one_reference in (
+    releases: list[Callable[[], None]] = [
         lambda: owner.table.remove_key(request(0)),
         lambda: owner.table.drop_id(entry.cache_id),
         lambda: owner.table.remove_key(request(1)),
-    ):
+    ]
+    for end_one_reference in releases:
         assert owner.is_valid(entry)
         assert owner.ended == []
         end_one_reference()
@@ -573,7 +574,11 @@ def test_example_8() -> None:
     owner = Owner(PAGE)
     try:
         entry = owner.allocate([request(0)], num_tensors=8)
-        for release in (lambda: owner.table.drop_id(entry.cache_id), lambda: owner.table.remove_key(request(0))):
+        releases: list[Callable[[], None]] = [
+            lambda: owner.table.drop_id(entry.cache_id),
+            lambda: owner.table.remove_key(request(0)),
+        ]
+        for release in releases:
             with pytest.raises(OutOfMemoryError):
                 owner.allocate([request(1)], num_tensors=8)
             assert not owner.has(by_key(request(1)))
@@ -639,7 +644,7 @@ def test_a_view_keeps_the_memory(owner: Owner) -> None:
     """Views of views, of another type, sliced, or as a buffer keep it; when the last has died it is freed."""
     entry = owner.allocate()
     root = owner.view(entry)
-    views = [root.view(np.float16)[5:9], np.ndarray((2, 4), np.int8, root, 512)[1:].T, memoryview(root)[3:5]]
+    views = [root.view(np.float16)[5:9], np.ndarray((2, 4), np.int8, root, 512)[1:].T, root.data[3:5]]
     del root
     owner.table.drop_id(entry.cache_id)
     assert not owner.is_valid(entry)

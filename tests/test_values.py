@@ -500,6 +500,7 @@ def test_a_decoder_does_not_listen_by_default() -> None:
 
 SECONDS: Final = [field.name for field in dataclasses.fields(ClusterConfig) if field.name.endswith("_s")]
 COUNTS: Final = [field.name for field in dataclasses.fields(ClusterConfig) if type(field.default) is int]
+FLAGS: Final = [field.name for field in dataclasses.fields(ClusterConfig) if type(field.default) is bool]
 
 
 def config(**fields: Any) -> ClusterConfig:
@@ -507,8 +508,8 @@ def config(**fields: Any) -> ClusterConfig:
 
 
 def test_every_setting_is_tested() -> None:
-    """The two lists that the tests below go through have every field but the one that is a word."""
-    assert {*SECONDS, *COUNTS, "permit_peer_access"} == {field.name for field in dataclasses.fields(ClusterConfig)}
+    """The lists that the tests below go through have every field but the two that may be None."""
+    assert {*SECONDS, *COUNTS, *FLAGS, "numa_node", "permit_peer_access"} == {field.name for field in dataclasses.fields(ClusterConfig)}
 
 
 @pytest.mark.parametrize("name", SECONDS)
@@ -535,6 +536,33 @@ def test_counts_are_integers_in_range(name: str) -> None:
     for wrong in (True, 1.5, "1", None):
         with pytest.raises(ParameterTypeError, match=rf"^{name} must be an integer, got {wrong!r}$"):
             config(**{name: wrong})
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_true_or_false(name: str) -> None:
+    """A flag takes True and False and nothing like them; in the environment it is yes or no, true or false, 1 or 0."""
+    for value in (True, False):
+        assert getattr(config(**{name: value}), name) is value
+    for wrong in (1, 0, None, "yes"):
+        with pytest.raises(ParameterTypeError, match=rf"^{name} must be True or False, got {wrong!r}$"):
+            config(**{name: wrong})
+    variable = f"KVLINK_{name.upper()}"
+    for text, value in (("1", True), ("yes", True), ("TRUE", True), ("0", False), ("no", False), ("False", False)):
+        assert ClusterConfig.from_environ({variable: text}) == config(**{name: value})
+    for text in ("", "2", "on"):
+        with pytest.raises(ParameterValueError, match=rf"^{variable} must be .* got {text!r}$"):
+            ClusterConfig.from_environ({variable: text})
+
+
+def test_a_numa_node_is_a_small_number_or_none() -> None:
+    """`numa_node` is unset, or 0 to 1023, also from the environment; all else is refused by name."""
+    assert ClusterConfig().numa_node is None
+    for node in (0, 1023):
+        assert config(numa_node=node).numa_node == node
+        assert ClusterConfig.from_environ({"KVLINK_NUMA_NODE": str(node)}) == config(numa_node=node)
+    for bad in (-1, 1024, True, 1.0, "0"):
+        with pytest.raises(ParameterError, match=r"^numa_node must be"):
+            config(numa_node=bad)
 
 
 def test_peer_access_is_one_of_three_words() -> None:

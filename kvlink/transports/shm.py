@@ -90,6 +90,7 @@ class ShmEndpoint(Endpoint):
         self._changed = anyio.Event()
         self._has_to_share = anyio.Event()
         self._is_closed = False
+        self._served: anyio.Event | None = None
         self._pidfd = channel.open_peer_pidfd()
 
     async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
@@ -144,6 +145,9 @@ class ShmEndpoint(Endpoint):
 
     async def aclose(self) -> None:
         self.abort()
+        if self._served is not None:
+            # The reader finds the end of the stream by itself; closing the socket under it would wake it twice.
+            await self._served.wait()
         await self._channel.aclose()
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -174,6 +178,7 @@ class ShmEndpoint(Endpoint):
 
     async def run(self) -> None:
         """Serve the channel until it ends: send what is shared, take what the peer shares."""
+        self._served = anyio.Event()
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._send_shared)
@@ -186,6 +191,8 @@ class ShmEndpoint(Endpoint):
         except ProtocolError:
             # Nothing more can be trusted from there; what is mapped already stays valid until the link ends.
             self._channel.abort()
+        finally:
+            self._served.set()
 
     async def _send_shared(self) -> None:
         while not self._is_closed:
