@@ -10,9 +10,8 @@ from two_processes import receive, run_both
 
 import kvlink as kv
 
-LAYERS, SLOT = range(8), (128, 4, 32)  # a slot of a tensor: tokens, heads, numbers of a head
-DESC = kv.CacheDesc(2 * len(LAYERS), (4, *SLOT), "float32")  # K and V of each layer, each with four slots
-KEYS = [kv.CacheKey(1, req_id=request) for request in (71, kv.ABSENT, 72, 73)]  # slot 1 is not used
+LAYERS, TENSORS, SLOT = range(8), range(16), (128, 4, 32)  # K and V of each layer; tokens, heads, size of a head
+DESC = kv.CacheDesc(len(TENSORS), (4, *SLOT), "float32")  # four slots
 IS_COMPUTED = [Event() for _ in LAYERS]  # of request 74, in P
 
 
@@ -21,17 +20,16 @@ def content(request: int, tensor: int) -> NDArray[np.float32]:
     return np.random.default_rng([request, tensor]).random(SLOT, dtype=np.float32)
 
 
-def compute(cache: kv.KvCache, slot: int, request: int, layers: range = LAYERS) -> None:
-    """Fill layers of a slot. No view outlives this call; one that did would keep the memory from being used again."""
-    for tensor in range(2 * layers.start, 2 * layers.stop):
+def compute(cache: kv.KvCache, slot: int, request: int, tensors: range = TENSORS) -> None:
+    """Fill a slot. No view outlives this call; one that did would keep the memory from being used again."""
+    for tensor in tensors:
         cache.tensors[tensor][slot] = content(request, tensor)
 
 
-def check(step: str, cache: kv.KvCache, slot: int, request: int, layers: range = LAYERS) -> None:
-    """Compare layers of a slot with what the model computes, and say that `step` is done."""
-    for tensor in range(2 * layers.start, 2 * layers.stop):
-        if not np.array_equal(cache.tensors[tensor][slot], content(request, tensor)):
-            sys.exit(f"{step}: tensor {tensor} is WRONG")
+def check(step: str, cache: kv.KvCache, slot: int, request: int, tensors: range = TENSORS) -> None:
+    """Compare a slot with what the model computes, and say that `step` is done."""
+    if not all(np.array_equal(cache.tensors[tensor][slot], content(request, tensor)) for tensor in tensors):
+        sys.exit(f"{step}: WRONG")
     print(f"{step}: right", flush=True)
 
 
@@ -45,7 +43,7 @@ class ComputedLayers(kv.LayerSynchronizer):
 async def prompt(pipe: Connection) -> int:
     async with kv.Cluster(cluster_id=1, role=kv.Role.PROMPT, listen="127.0.0.1:0", pool=DESC.nbytes) as cluster:
         manager = cluster.kv_cache_manager
-        cache = manager.allocate_cache(DESC, KEYS)
+        cache = manager.allocate_cache(DESC, [kv.CacheKey(1, request) for request in (71, kv.ABSENT, 72, 73)])
         for slot, request in {0: 71, 2: 72, 3: 73}.items():
             compute(cache, slot, request)
         pipe.send(cluster.address)
@@ -57,13 +55,12 @@ async def prompt(pipe: Connection) -> int:
         except kv.OutOfMemoryError:
             print("P: cache deallocated; its memory stays, because request 73 is still to be pulled", flush=True)
         pipe.send("deallocated")
-        dst = kv.CacheKeyByIdAndIndex(2, cache_id=await receive(pipe), batch_index=1)  # D has pulled 73
+        config = kv.TransferWithCacheKeyConfig(await receive(pipe), LAYERS, LAYERS, src_batch_index=2)  # 73 is pulled
         cache = manager.allocate_cache(DESC)
         print("P: memory is free; another cache allocated in it", flush=True)
-        config = kv.TransferWithCacheKeyConfig(dst, LAYERS, LAYERS, src_batch_index=2)
         push = manager.transfer_cache_async(cache, ComputedLayers(), [config])
         for layer in LAYERS:
-            compute(cache, 2, 74, LAYERS[layer : layer + 1])
+            compute(cache, 2, 74, range(2 * layer, 2 * layer + 2))
             IS_COMPUTED[layer].set()
             await receive(pipe)  # D has checked it; only this program waits, to show that no layer waits for the next
         if not (await push.synchronize(timeout_s=10)).is_ok:
@@ -84,13 +81,12 @@ async def decode(pipe: Connection) -> int:
         await receive(pipe)  # P has deallocated its cache
         await manager.pull_cache(kv.CacheKey(1, 73), cache, 2)
         check("D: request 73 pulled out of the deallocated cache", cache, 2, 73)
-        # P learns of a finished pull by a message; that it answers a later one says that it has.
-        (await cluster.check_link_status(1, timeout_s=5)).raise_for_status()
+        (await cluster.check_link_status(1, timeout_s=5)).raise_for_status()  # P knows of the pull before it answers
         with cache.arrivals.watch(peer=1) as watch:  # before the push begins
-            pipe.send(cache.cache_id)
+            pipe.send(kv.CacheKeyByIdAndIndex(2, cache.cache_id, batch_index=1))
             for layer in LAYERS:
                 await watch.layer(layer, timeout_s=10)
-                check(f"D: layer {layer} of request 74 pushed into slot 1", cache, 1, 74, LAYERS[layer : layer + 1])
+                check(f"D: layer {layer} of request 74 is in slot 1", cache, 1, 74, range(2 * layer, 2 * layer + 2))
                 pipe.send("checked")
             await watch.end(timeout_s=10)
         (await cluster.unlink_clusters([peer], timeout_s=5)).raise_for_status()

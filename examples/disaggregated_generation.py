@@ -1,14 +1,11 @@
 """Answer prompts with two processes: P reads each prompt, D writes the answer, and the KV cache goes from P to D.
 
-P (role PROMPT) prefills every prompt into numbered blocks of its cache and hands over the block numbers. D (role
-DECODER) pulls them into other blocks of its own cache and decodes greedily from there. D gets keys and values but no
-logits: it runs the prompt's last token again, as serving engines do, which rewrites that one position and gives the
-first token. Meanwhile P answers the same prompts alone, in plain numpy arrays: the tokens must be the same.
+P (role PROMPT) prefills every prompt into blocks of its cache and hands over their numbers. D (role DECODER) pulls them
+into other blocks of its own and decodes greedily from there. D gets no logits: for its first token it runs the prompt's
+last one again, as serving engines do. Meanwhile P answers alone, in plain numpy arrays: the tokens must be the same.
 
 ``--zero-one-block`` is the control run: D wipes one of the blocks that it pulled, and that answer alone must change.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -16,7 +13,6 @@ import sys
 from functools import partial
 from multiprocessing.connection import Connection
 from textwrap import fill
-from typing import Final
 
 import smollm2
 from anyio import to_thread
@@ -25,22 +21,18 @@ from two_processes import receive, run_both
 import kvlink as kv
 
 NUM_BLOCKS, TOKENS_PER_BLOCK, LIMIT = 32, 16, 32
-KEY: Final = kv.BlocksCacheKey(1)
+KEY = kv.BlocksCacheKey(1)
 WIPED_PROMPT, WIPED_BLOCK = 3, 3  # the control run's: the block that says when the lighthouse was built
-
-
-def cache_desc(config: smollm2.ModelConfig) -> kv.CacheDesc:
-    """Return what the cache of either process looks like."""
-    return kv.CacheDesc(config.num_tensors, config.cache_shape(NUM_BLOCKS, TOKENS_PER_BLOCK), "float32")
 
 
 async def read_prompts(pipe: Connection) -> int:
     """Be P: prefill into the blocks of a kvlink cache, hand the block numbers over, then answer alone."""
     model, tokenizer = await to_thread.run_sync(smollm2.load)
+    desc = kv.CacheDesc(model.config.num_tensors, model.config.cache_shape(NUM_BLOCKS, TOKENS_PER_BLOCK), "float32")
     prompts = [prompt.token_ids(tokenizer) for prompt in smollm2.PROMPTS]
     free = list(range(NUM_BLOCKS))
     async with kv.Cluster(cluster_id=1, role=kv.Role.PROMPT, listen="127.0.0.1:0", pool="32MiB") as cluster:
-        cache = cluster.kv_cache_manager.allocate_blocks_cache(cache_desc(model.config), KEY)
+        cache = cluster.kv_cache_manager.allocate_blocks_cache(desc, KEY)
         pipe.send(cluster.address)
         for token_ids in prompts:
             blocks = [free.pop(0) for _ in range(smollm2.blocks_for(len(token_ids), TOKENS_PER_BLOCK))]
@@ -55,17 +47,17 @@ async def read_prompts(pipe: Connection) -> int:
 async def write_answers(pipe: Connection, *, wipe: bool) -> int:
     """Be D: pull the blocks of each prompt, write its answer, then compare with what P answers alone."""
     model, tokenizer = await to_thread.run_sync(smollm2.load)
+    desc = kv.CacheDesc(model.config.num_tensors, model.config.cache_shape(NUM_BLOCKS, TOKENS_PER_BLOCK), "float32")
     free, answers, reports = list(range(NUM_BLOCKS)), [], []
     async with kv.Cluster(cluster_id=2, role=kv.Role.DECODER, pool="32MiB") as cluster:
-        cache = cluster.kv_cache_manager.allocate_blocks_cache(cache_desc(model.config))
-        prompt_cluster = kv.ClusterInfo(cluster_id=1, address=await receive(pipe))
-        (await cluster.link_clusters([prompt_cluster], timeout_s=10)).raise_for_status()
+        cache = cluster.kv_cache_manager.allocate_blocks_cache(desc)
+        peer = kv.ClusterInfo(cluster_id=1, address=await receive(pipe))
+        (await cluster.link_clusters([peer], timeout_s=10)).raise_for_status()
         for number, prompt in enumerate(smollm2.PROMPTS):
             token_ids, blocks = await receive(pipe)
             table = [free.pop() for _ in range(smollm2.blocks_for(len(token_ids) + LIMIT, TOKENS_PER_BLOCK))]
             pulled = table[: len(blocks)]
-            report = await cluster.kv_cache_manager.pull_blocks(KEY, cache, blocks, pulled)
-            reports.append(report)
+            reports.append(report := await cluster.kv_cache_manager.pull_blocks(KEY, cache, blocks, pulled))
             print(f"\n{fill(prompt.text)}\n  [{len(token_ids)} tokens, blocks {blocks} of P -> {pulled} of D", end="")
             print(f", {report.nbytes / 1e6:.1f} MB at {report.gb_per_s:.1f} GB/s]")
             if wipe and number == WIPED_PROMPT:
@@ -83,10 +75,10 @@ async def write_answers(pipe: Connection, *, wipe: bool) -> int:
     print(f"{len(answers) - len(changed)} of {len(answers)} answers equal those of one undivided process")
     for number in changed:
         print(f"answer {number + 1} differs; undivided it is: {tokenizer.decode(alone[number])!r}")
-    if not wipe:
-        return 1 if changed else 0
-    print("control: wiping one block changed", "that answer alone" if changed == [WIPED_PROMPT] else "OTHER ANSWERS")
-    return 0 if changed == [WIPED_PROMPT] else 1
+    is_right = changed == ([WIPED_PROMPT] if wipe else [])
+    if wipe:
+        print("control: wiping one block changed", "that answer alone" if is_right else "OTHER ANSWERS")
+    return 0 if is_right else 1
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
+import anyio
 import msgspec
 import pytest
 
@@ -35,7 +36,6 @@ from kvlink.wire import (
     Target,
     encode,
 )
-from tests.support.loops import eventually
 from tests.support.pattern import expect
 from tests.support.peer import Peer, spawn_peer
 from tests.support.stranger import Stranger, dial_channel, hear_hang_up, hello, memfds, send_regions
@@ -53,7 +53,7 @@ class Scene:
         self.good = good
         self._handle = handle
         self._cache = good.kv_cache_manager.allocate_blocks_cache(DESC)
-        self._num_fds = victim.num_fds()
+        self._num_fds = 0
 
     async def serves_old_link(self) -> None:
         """Pull over the link that was there before, and ask for a sign of life."""
@@ -66,15 +66,21 @@ class Scene:
         (await self.good.link_clusters([self.victim.info])).raise_for_status()
         await self._pull()
 
+    async def begin(self) -> None:
+        """Serve both ways, and count the descriptors."""
+        await self.serves_old_link()
+        await self.serves_new_link()
+        self._num_fds = (await self.victim.call("usage"))["fds"]
+
     async def is_unharmed(self) -> None:
         """Serve both ways, and hold no descriptor more than at the beginning."""
         await self.serves_old_link()
         await self.serves_new_link()
-        await eventually(
-            lambda: self.victim.num_fds() <= self._num_fds,
-            f"the victim's descriptors back to {self._num_fds}",
-            within_s=5,
-        )
+        with anyio.move_on_after(3):
+            while (num_fds := (await self.victim.call("usage"))["fds"]) > self._num_fds:
+                await anyio.sleep(0.01)
+            return
+        pytest.fail(f"the victim has {num_fds} descriptors and had {self._num_fds}: {self.victim.fd_targets()}")
 
     async def _pull(self) -> None:
         for tensor in self._cache.tensors:
@@ -99,7 +105,7 @@ async def scene(victim_loop: str = "asyncio", **options: object) -> AsyncIterato
             (await good.link_clusters([victim.info])).raise_for_status()
             made = Scene(victim, handle, good)
             try:
-                await made.serves_old_link()
+                await made.begin()
                 yield made
                 await made.is_unharmed()
             finally:

@@ -509,7 +509,9 @@ def config(**fields: Any) -> ClusterConfig:
 
 def test_every_setting_is_tested() -> None:
     """The lists that the tests below go through have every field but the two that may be None."""
-    assert {*SECONDS, *COUNTS, *FLAGS, "numa_node", "permit_peer_access"} == {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert {*SECONDS, *COUNTS, *FLAGS, "numa_node", "permit_peer_access"} == {
+        field.name for field in dataclasses.fields(ClusterConfig)
+    }
 
 
 @pytest.mark.parametrize("name", SECONDS)

@@ -177,22 +177,28 @@ class ShmEndpoint(Endpoint):
             raise ProtocolError("the peer did not share its state words")
 
     async def run(self) -> None:
-        """Serve the channel until it ends: send what is shared, take what the peer shares."""
+        """Serve the channel until it ends: send what is shared, take what the peer shares. Never raises."""
         self._served = anyio.Event()
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._send_shared)
-                with suppress(*_GONE):
-                    while not self._is_closed:
-                        self._take(*await self._channel.receive())
-                        self._changed.set()
-                        self._changed = anyio.Event()
+                await self._take_shared()
                 tasks.cancel_scope.cancel()
-        except ProtocolError:
-            # Nothing more can be trusted from there; what is mapped already stays valid until the link ends.
-            self._channel.abort()
         finally:
             self._served.set()
+
+    async def _take_shared(self) -> None:
+        try:
+            while not self._is_closed:
+                self._take(*await self._channel.receive())
+                self._changed.set()
+                self._changed = anyio.Event()
+        except _GONE:
+            pass
+        except Exception as exc:
+            # Nothing more can be trusted from there; what is mapped already stays valid until the link ends.
+            _log.warning("closed a descriptor channel: %s", exc)
+            self._channel.abort()
 
     async def _send_shared(self) -> None:
         while not self._is_closed:

@@ -21,7 +21,7 @@ import kvlink as kv
 from tests.support import actor as support_actor
 from tests.support.inside import link_to, used_nbytes
 from tests.support.pattern import Stamp, fill
-from tests.support.peer import spawn_peer
+from tests.support.peer import Peer, spawn_peer
 
 TRANSPORTS: Final = ("shm",)
 WORLDS: Final = ("one process", "two processes")
@@ -111,6 +111,9 @@ class Owner(Protocol):
     life: int
     address: str
 
+    def stamp(self, cache: int) -> Stamp:
+        """Return what it writes into its cache of that handle."""
+
     async def call(self, name: str, **arguments: Any) -> Any:
         """Have P do something: its value, or its error."""
 
@@ -130,6 +133,11 @@ class Stage(NamedTuple):
         """Return when P has seen every message that D has sent, and D what P said to that."""
         for _ in range(2):
             await link_to(self.decoder, P).ping()
+
+    def process(self) -> Peer:
+        """Return P's process."""
+        assert isinstance(self.owner, Peer)
+        return self.owner
 
     async def pull(self, request: int, into: kv.KvCache, **options: Any) -> kv.TransferReport:
         """Pull the slot of a request key, and return when P has taken note."""
@@ -181,6 +189,9 @@ class _OwnerHere:
         self.cluster_id, self.life, self.address = prompt.cluster_id, 1, prompt.address
         self._actor = SpecActor(prompt, self.life)
 
+    def stamp(self, cache: int) -> Stamp:
+        return Stamp(self.cluster_id, self.life, cache)
+
     async def call(self, name: str, **arguments: Any) -> Any:
         value = getattr(self._actor, name)(**arguments)
         return await value if isinstance(value, Awaitable) else value
@@ -215,10 +226,6 @@ class SpecActor(support_actor.Actor):
         """Become another role; return where it listens now."""
         await self._cluster.switch_role(kv.Role[role])
         return "" if role == "DECODER" else self._cluster.address
-
-    async def unlink_all(self) -> None:
-        """End every link in good order."""
-        (await self._cluster.unlink_clusters([link.peer for link in self._cluster.links])).raise_for_status()
 
     async def push_blocks(self, model_id: int, cache: int, src: list[int], dst: list[int]) -> int:
         """Push blocks of a cache into D's; return how many bytes."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import anyio
 import pytest
 
@@ -222,7 +220,6 @@ async def test_worked_case_10(world: str, transport: str) -> None:
         into = stage.reader.allocate_cache(DESC)
         cache = await stage.owner.call("allocate_slots", num_tensors=4, shape=[4, SLOT], keys=[10])
         (await stage.decoder.unlink_clusters([P])).raise_for_status()
-        await stage.owner.call("unlink_all")
         await stage.owner.call("switch_role", role="DECODER")
         await stage.relink(transport, await stage.owner.call("switch_role", role="PROMPT"))
         await stage.pull(10, into)
@@ -313,8 +310,10 @@ async def test_four_slots_with_two_keys(transport: str) -> None:
         await pair.reader.pull_cache(request(12), into, src_cache_offset=0)
         with pytest.raises(kv.OutOfMemoryError):
             pair.owner.allocate_cache(desc)
+        await pair.flush()
         pair.owner.remove_cache_key(request(12))
-        assert pair.owner.allocate_cache(desc).is_valid
+        again = pair.owner.allocate_cache(desc)
+        assert again.is_valid
 
 
 async def test_deallocated_blocks_cache(world: str, transport: str) -> None:
@@ -341,21 +340,20 @@ async def test_memory_of_a_running_pull(transport: str) -> None:
 
     The pull itself ends well, since nothing else was put there. Source: the spec, section 5.2.
     """
-    async with linked_pair(transport) as pair, anyio.create_task_group() as tasks:
+    async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_cache(DESC, [request(10)])
         stamp = stamped(cache)
         into = pair.reader.allocate_cache(DESC)
         held = hold(pair.decoder, P, "get")
-        tasks.start_soon(pair.reader.pull_cache, request(10), into)
-        await held.reached.wait()
-        pair.owner.deallocate_cache(cache)
-        pair.owner.remove_cache_key(request(10))
-        assert used_nbytes(pair.prompt) == CACHE_NBYTES
-        with pytest.raises(kv.CacheNotFoundError):
-            await pair.reader.pull_cache(request(10), into, 1)
-        held.release()
-        while not into.is_quiet():
-            await anyio.lowlevel.checkpoint()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pair.reader.pull_cache, request(10), into)
+            await held.reached.wait()
+            pair.owner.deallocate_cache(cache)
+            pair.owner.remove_cache_key(request(10))
+            assert used_nbytes(pair.prompt) == CACHE_NBYTES
+            with pytest.raises(kv.CacheNotFoundError):
+                await pair.reader.pull_cache(request(10), into, 1)
+            held.release()
         await pair.flush()
         assert used_nbytes(pair.prompt) == 0
         expect(into.tensors, stamp, [0])
@@ -406,7 +404,8 @@ async def test_partial_size_releases(transport: str) -> None:
     """
     async with linked_pair(transport) as pair:
         pair.owner.deallocate_cache(pair.owner.allocate_cache(DESC, [request(10)]))
-        await pair.reader.pull_cache(request(10), pair.reader.allocate_cache(DESC), size=1)
+        into = pair.reader.allocate_cache(DESC)
+        await pair.reader.pull_cache(request(10), into, size=1)
         await pair.flush()
         assert used_nbytes(pair.prompt) == 0
 
@@ -551,7 +550,8 @@ async def test_rejected_at_the_reader(transport: str) -> None:
     on P. Source: the spec, section 5.3.
     """
     async with linked_pair(transport) as pair:
-        pair.owner.allocate_cache(DESC, [request(10)])
+        cache = pair.owner.allocate_cache(DESC, [request(10)])
+        stamp = stamped(cache)
         into, gone = pair.reader.allocate_cache(DESC), pair.reader.allocate_cache(DESC)
         pair.reader.deallocate_cache(gone)
         asked = link_to(pair.decoder, P).stats.round_trips
@@ -565,6 +565,7 @@ async def test_rejected_at_the_reader(transport: str) -> None:
             await pair.reader.pull_cache(kv.CacheKey(9, 10), into)
         assert link_to(pair.decoder, P).stats.round_trips == asked
         await pair.reader.pull_cache(request(10), into)
+        expect(into.tensors, stamp, [0])
 
 
 async def test_released_on_delivery(world: str, transport: str) -> None:
@@ -703,7 +704,8 @@ async def test_key_i_is_slot_i(transport: str) -> None:
     """
     async with linked_pair(transport) as pair:
         keys = [request(kv.ABSENT), request(20), request(kv.ABSENT)]
-        stamp = stamped(pair.owner.allocate_cache(DESC, keys))
+        cache = pair.owner.allocate_cache(DESC, keys)
+        stamp = stamped(cache)
         into = pair.reader.allocate_cache(DESC)
         await pair.reader.pull_cache(request(20), into, 2)
         expect(into.tensors, stamp, [2], src_blocks=[1])
@@ -712,7 +714,8 @@ async def test_key_i_is_slot_i(transport: str) -> None:
 async def test_fewer_keys_than_slots() -> None:
     """With batch size > 1 fewer keys than slots is fine. Source: the spec, section 6.2."""
     async with cluster(P, kv.Role.PROMPT) as prompt:
-        assert prompt.kv_cache_manager.allocate_cache(DESC, [request(1)]).is_valid
+        cache = prompt.kv_cache_manager.allocate_cache(DESC, [request(1)])
+        assert cache.is_valid
 
 
 async def test_surplus_keys() -> None:
@@ -726,7 +729,8 @@ async def test_surplus_keys() -> None:
             with pytest.raises(kv.ParameterError):
                 manager.allocate_cache(DESC, [*map(request, range(4)), surplus])
         assert used_nbytes(prompt) == 0
-        assert manager.allocate_cache(DESC, [*map(request, range(4))]).is_valid
+        cache = manager.allocate_cache(DESC, [*map(request, range(4))])
+        assert cache.is_valid
 
 
 async def test_each_key_keeps_its_own_model_and_namespace(transport: str) -> None:
@@ -736,7 +740,8 @@ async def test_each_key_keeps_its_own_model_and_namespace(transport: str) -> Non
     """
     keys = [request(7, model_id=1), prefix(7, model_id=2), request(7, model_id=3), prefix(7, model_id=1)]
     async with linked_pair(transport) as pair:
-        stamp = stamped(pair.owner.allocate_cache(DESC, keys))
+        cache = pair.owner.allocate_cache(DESC, keys)
+        stamp = stamped(cache)
         into = pair.reader.allocate_cache(DESC)
         for slot, key in enumerate(keys):
             await pair.reader.pull_cache(key, into, src_cache_offset=0)
@@ -804,7 +809,8 @@ async def test_out_of_memory() -> None:
             manager.allocate_cache(kv.CacheDesc(3, (1, 32 << 10), "uint8"), [request(1)])
         assert caught.value.status is kv.StatusCode.LLM_DEVICE_OUT_OF_MEMORY
         assert used_nbytes(prompt) == 0
-        assert manager.allocate_cache(kv.CacheDesc(2, (1, 32 << 10), "uint8"), [request(1)]).is_valid
+        cache = manager.allocate_cache(kv.CacheDesc(2, (1, 32 << 10), "uint8"), [request(1)])
+        assert cache.is_valid
 
 
 async def test_alignment() -> None:
@@ -827,6 +833,7 @@ async def test_descriptions_that_cannot_be() -> None:
         for rank in (1, 31):
             cache = manager.allocate_cache(kv.CacheDesc(1, (2,) + (1,) * (rank - 1), "uint8"))
             assert cache.tensors[0].ndim == rank
+            manager.deallocate_cache(cache)
         with pytest.raises(kv.ParameterError):
             manager.allocate_cache(kv.CacheDesc(1, (2,), kv.DataType.STRING))
 
@@ -857,8 +864,10 @@ async def test_handle_after_deallocation(transport: str) -> None:
     Source: the spec, section 6.3.
     """
     async with linked_pair(transport, host_pool="64KiB") as pair:
-        pair.owner.allocate_cache(DESC, [request(10)])
-        pair.owner.allocate_blocks_cache(DESC, kv.BlocksCacheKey(P))
+        kept = [
+            pair.owner.allocate_cache(DESC, [request(10)]),
+            pair.owner.allocate_blocks_cache(DESC, kv.BlocksCacheKey(P)),
+        ]
         gone, live = pair.reader.allocate_cache(DESC), pair.reader.allocate_cache(DESC)
         host = pair.reader.allocate_cache(kv.CacheDesc(4, (4, SLOT), "uint8", kv.Placement.HOST))
         pair.reader.deallocate_cache(gone)
@@ -877,6 +886,7 @@ async def test_handle_after_deallocation(transport: str) -> None:
             with pytest.raises(kv.CacheNotFoundError) as caught:
                 await call
             assert caught.value.status is kv.StatusCode.LLM_KV_CACHE_NOT_EXIST
+        assert all(cache.is_valid for cache in kept)
 
 
 async def test_deallocate_twice() -> None:
@@ -908,9 +918,10 @@ async def test_forgotten_handle() -> None:
     """
     async with cluster(P, kv.Role.PROMPT) as prompt:
         cache = prompt.kv_cache_manager.allocate_cache(DESC, [request(1)])
+        held = [cache]
+        del cache
         with pytest.warns(ResourceWarning, match="garbage-collected"):
-            del cache
-            gc.collect()
+            held.clear()
         assert used_nbytes(prompt) == CACHE_NBYTES
         prompt.kv_cache_manager.remove_cache_key(request(1))
         assert used_nbytes(prompt) == 0

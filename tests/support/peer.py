@@ -148,9 +148,10 @@ class Peer:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def num_fds(self) -> int:
-        """Return how many descriptors it has open."""
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
+    def fd_targets(self) -> list[str]:
+        """Return what its open descriptors refer to."""
+        folder = Path(f"/proc/{self.pid}/fd")
+        return sorted(os.readlink(folder / name) for name in os.listdir(folder))
 
     async def exit(self) -> None:
         """Let it close its cluster and end; check that it did so in good order and without a word."""
