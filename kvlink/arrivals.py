@@ -53,7 +53,7 @@ class LayerWatch:
 
         Raises:
             KVLinkError: the push has failed, with the sender's status and words, or ended without that layer.
-            LinkLostError: the sender went away.
+            LinkLostError: the sender went away; before its first layer only a watch with a `peer` can know that.
             TransferTimeoutError: not within `timeout_s`.
         """
         await self._until(lambda: layer in self.layers, f"layer {layer}", timeout_s)

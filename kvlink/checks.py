@@ -75,6 +75,16 @@ class Tensors(NamedTuple):
         return self.stop - self.start
 
 
+def check_layer_range(name: str, layers: object) -> None:
+    """Refuse what is no layer range of any cache; before the cache itself, perhaps a peer's, is known."""
+    if layers is None:
+        return
+    if not isinstance(layers, range):
+        raise ParameterTypeError(f"{name} must be a range of layers or None, got {layers!r}")
+    if layers and (layers.step != 1 or layers.start < 0):
+        raise ParameterValueError(f"{name} must have step 1 and start at 0 or later, got {layers!r}")
+
+
 def check_layers(name: str, layers: range | None, num_tensors: int, tensor_num_per_layer: int) -> Tensors:
     """Return the tensors of a layer range; None or an empty range means all. Source: the spec, section 6.5.
 
@@ -82,12 +92,9 @@ def check_layers(name: str, layers: range | None, num_tensors: int, tensor_num_p
         num_tensors: of the cache that the range is about.
         tensor_num_per_layer: consecutive tensors that make a layer.
     """
-    if layers is not None and not isinstance(layers, range):
-        raise ParameterTypeError(f"{name} must be a range of layers or None, got {layers!r}")
+    check_layer_range(name, layers)
     if not layers:
         return Tensors(0, num_tensors)
-    if layers.step != 1 or layers.start < 0:
-        raise ParameterValueError(f"{name} must have step 1 and start at 0 or later, got {layers!r}")
     if num_tensors % tensor_num_per_layer:
         raise ParameterValueError(
             f"tensor_num_per_layer is {tensor_num_per_layer} and does not divide the cache's {num_tensors} tensors"

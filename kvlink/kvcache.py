@@ -57,6 +57,9 @@ class KvCache:
     def tensors(self) -> tuple[NDArray[Any], ...]:
         """Views on the tensors, each of shape ``desc.shape``; no copies. Empty after `deallocate_cache`.
 
+        A view keeps the memory, also that of a loop variable: after ``for tensor in cache.tensors`` the last one is
+        alive until the function ends.
+
         The dtype is ``desc.data_type.numpy_dtype``. ``torch.from_dlpack(tensor)`` shares them with torch.
         """
         return self._tensors

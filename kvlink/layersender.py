@@ -113,7 +113,7 @@ class LayerSender:
             self._caches.add(grant.found.cache_id)
         else:
             for layer in self.layers:
-                await self._places(link, layer)
+                self._caches.update(place.grant.found.cache_id for place in await self._places(link, layer))
 
     async def send(self, layer: int) -> None:
         """Put one layer, then tell the receiver. Raises what a push raises."""

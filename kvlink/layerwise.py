@@ -195,18 +195,20 @@ class LayerPusher:
     ) -> None:
         """Run one job to its end; never raises. Failures are the task's."""
         failed = _Failures(task)
+        pairs = [anyio.create_memory_object_stream[int](math.inf) for _ in senders]
+        queues = [send for send, _ in pairs]
         try:
             with task._scope:
                 async with anyio.create_task_group() as tasks:
-                    queues = []
-                    for index, sender in enumerate(senders):
-                        send, receive = anyio.create_memory_object_stream[int](math.inf)
-                        queues.append(send)
+                    for index, (sender, (_, receive)) in enumerate(zip(senders, pairs, strict=True)):
                         tasks.start_soon(self._send, sender, index, receive, failed)
                     await self._synchronize(synchronizer, senders, queues, num_layers, failed)
                     for queue in queues:
                         queue.close()
         finally:
+            for send, receive in pairs:
+                send.close()
+                receive.close()
             if any(status is None for status in task._results) and task._error is None:
                 task._error = KVLinkError("the layer-wise push was cancelled")
             for sender in senders:
@@ -254,8 +256,6 @@ class LayerPusher:
             error = KVLinkError(f"sending a layer failed: {exc!r}")
             error.__cause__ = exc
             failed.stop([index], error)
-        finally:
-            await layers.aclose()
 
 
 class _Failures:

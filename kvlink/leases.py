@@ -1,7 +1,7 @@
 """Who else is using our memory: leases given to peers. Pure bookkeeping; times are arguments.
 
-A *read lease* keeps a cache's memory while a peer reads it, so that `deallocate_cache` defers the real free (the state
-word alone would make the reader fail). It ends when the reader says so, when its link ends, or when its time is up:
+A *read lease* keeps a cache's memory and state word while a peer reads it, so that `deallocate_cache` defers the real
+free and the reader still succeeds. It ends when the reader says so, when its link ends, or when its time is up:
 reading on after that is harmless, since the word tells.
 
 A *write lease* lets a peer write into a cache. A late write cannot be undone by looking afterwards, so it has no time
@@ -49,7 +49,8 @@ class LeaseBook:
 
     def open_read(self, holder: bytes, entry: CacheEntry, slot: int, name: KeyName | None, expires_at: float) -> int:
         """Give a read lease and return its number."""
-        number = self._number(entry)
+        number = self._number()
+        self._table.begin_read(entry)
         self._reads[number] = ReadLease(holder, entry, slot, name, expires_at)
         return number
 
@@ -61,14 +62,15 @@ class LeaseBook:
         del self._reads[number]
         if tensors is not None:
             self._table.mark_read(lease.entry, lease.name, lease.slot, *tensors)
-        self._table.unpin(lease.entry)
+        self._table.end_read(lease.entry)
 
     def open_write(self, holder: bytes, entry: CacheEntry) -> int:
         """Give a write lease, or the one that `holder` already has on this cache, and return its number."""
         for number, lease in self._writes.items():
             if lease.holder == holder and lease.entry is entry:
                 return number
-        number = self._number(entry)
+        number = self._number()
+        self._table.pin(entry)
         self._writes[number] = WriteLease(holder, entry)
         return number
 
@@ -113,9 +115,7 @@ class LeaseBook:
         """Write leases given and not ended."""
         return len(self._writes)
 
-    def _number(self, entry: CacheEntry) -> int:
-        """Pin `entry` and return the number of the lease that does so."""
+    def _number(self) -> int:
         number = self._next
         self._next += 1
-        self._table.pin(entry)
         return number

@@ -110,10 +110,7 @@ class LinkCalls(ABC):
         refusal = self._refuse_list("unlink_clusters", clusters)
         if refusal is not None:
             return LinkResults.refused(refusal)
-        peers = [
-            cluster.cluster_id if isinstance(cluster, ClusterInfo) else check_int("cluster id", cluster, 0, 2**64 - 1)
-            for cluster in clusters
-        ]
+        peers = [_peer(cluster) for cluster in clusters]
         results: dict[int, LinkResult] = {}
 
         async def unlink(peer: int) -> None:
@@ -126,7 +123,9 @@ class LinkCalls(ABC):
         status = StatusCode.LLM_SUCCESS if is_ok else StatusCode.LLM_UNLINK_FAILED
         return LinkResults(status, tuple(results[peer] for peer in peers))
 
-    async def check_link_status(self, clusters: int | Sequence[int], *, timeout_s: float | None = None) -> LinkResults:
+    async def check_link_status(
+        self, clusters: int | Sequence[ClusterInfo | int], *, timeout_s: float | None = None
+    ) -> LinkResults:
         """Ask peers for a sign of life over their links, all at once. DECODER and MIX only.
 
         Args:
@@ -147,7 +146,7 @@ class LinkCalls(ABC):
             raise RoleError("check_link_status is for DECODER and MIX; this cluster is PROMPT")
         timeout_s = self.config.link_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         asked = [clusters] if isinstance(clusters, int) else list(clusters)
-        peers = [check_int("cluster id", peer, 0, 2**64 - 1) for peer in asked]
+        peers = [_peer(cluster) for cluster in asked]
         results: dict[int, LinkResult] = {}
 
         async def probe(peer: int) -> None:
@@ -187,3 +186,9 @@ class LinkCalls(ABC):
             message = f"{call} takes at most {limit} clusters, got {len(clusters)}"
             return KVLinkError(message, status=StatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT)
         return None
+
+
+def _peer(cluster: object) -> int:
+    if isinstance(cluster, ClusterInfo):
+        return cluster.cluster_id
+    return check_int("cluster id", cluster, 0, 2**64 - 1)

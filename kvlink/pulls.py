@@ -14,6 +14,7 @@ from kvlink.checks import (
     Blocks,
     Tensors,
     check_blocks,
+    check_layer_range,
     check_layer_width,
     check_layers,
     check_same_kind,
@@ -72,6 +73,7 @@ class Puller:
         """See `KvCacheManager.pull_blocks`. The short path of kvlink: what fits is looked up once (`Pairing`)."""
         started = await self._start()
         width = check_layer_width(tensor_num_per_layer)
+        check_layer_range("src_layer_range", src_layer_range)
         entry = self._store.own_entry(cache, "the destination")
         destination = check_blocks("dst_blocks", dst_blocks, entry.geometry.num_slots, is_unique=True)
         source = check_blocks("src_blocks", src_blocks, 2**63)
@@ -134,6 +136,7 @@ class Puller:
         """See `KvCacheManager.pull_blocks`, with the key of a slot."""
         started = await self._start()
         width = check_layer_width(tensor_num_per_layer)
+        check_layer_range("src_layer_range", src_layer_range)
         key = check_pull_key(key)
         entry = self._store.own_entry(cache, "the destination")
         ours = check_layers("dst_layer_range", dst_layer_range, entry.desc.num_tensors, width)
@@ -171,6 +174,8 @@ class Puller:
     ) -> TransferReport:
         """See `KvCacheManager.pull_cache`. All arguments but the layer ranges have been checked by themselves."""
         started = await self._start()
+        check_layer_range("src_layer_range", src_layer_range)
+        check_layer_range("dst_layer_range", dst_layer_range)
         entry = self._store.own_entry(cache, "the destination")
         desc = entry.desc
         if batch_index >= desc.num_slots:

@@ -17,6 +17,7 @@ from kvlink.checks import (
     Blocks,
     Tensors,
     check_blocks,
+    check_layer_range,
     check_layers,
     check_same_kind,
     check_same_length,
@@ -101,6 +102,7 @@ class Pusher:
         started = perf_counter()
         if not isinstance(key, (BlocksCacheKey, CacheKeyByIdAndIndex)):
             raise ParameterTypeError(f"the key must be a BlocksCacheKey or CacheKeyByIdAndIndex, got {key!r}")
+        check_layer_range("dst_layer_range", dst_layer_range)
         entry = self._store.own_entry(cache, "the source")
         ours = check_layers("src_layer_range", src_layer_range, entry.desc.num_tensors, tensor_num_per_layer)
         source = check_blocks("src_blocks", src_blocks, entry.desc.num_slots)
@@ -139,6 +141,7 @@ class Pusher:
         started = perf_counter()
         if not isinstance(key, CacheKeyByIdAndIndex):
             raise ParameterTypeError(f"the key must be a CacheKeyByIdAndIndex, got {key!r}")
+        check_layer_range("dst_layer_range", dst_layer_range)
         entry = self._store.own_entry(cache, "the source")
         desc = entry.desc
         if src_batch_index >= desc.num_slots:

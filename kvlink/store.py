@@ -88,6 +88,10 @@ class CacheStore:
         try:
             offset, stride = pool.allocate(desc.tensor_nbytes, desc.num_tensors)
         except OutOfMemoryError as exc:
+            kept = [entry for entry in self.table if not entry.is_held]
+            if kept:
+                bound = ", ".join(str(name) for entry in kept[:3] for name in list(entry.keys)[:3])
+                exc.args = (f"{exc}; {len(kept)} deallocated caches live by keys that nobody has pulled: {bound} ...",)
             if self.table.num_waiting:
                 exc.args = (
                     f"{exc}; {self.table.num_waiting} deallocated caches still hold memory, because views on them are "

@@ -355,7 +355,9 @@ def test_a_geometry_inside_of_the_peers_memory_passes(runs: tuple[TensorRun, ...
         {"runs": (TensorRun(0, 0, 128, 3),)},  # too few
         {"runs": (TensorRun(0, 0, 128, 5),)},
         {"runs": (TensorRun(0, 0, 128, 6), TensorRun(0, 0, 128, -2))},
+        {"runs": (TensorRun(0, 0, 128, 6), TensorRun(0, 0, -128, -2))},
         {"runs": (TensorRun(0, 0, 128, 4), TensorRun(0, 0, 128, 0))},
+        {"runs": (TensorRun(0, 0, 128, 4), TensorRun(0, 0, -128, 0))},
         {"runs": ()},
         {"num_tensors": 0, "runs": ()},
         {"num_tensors": -1, "runs": (TensorRun(0, 0, 128, -1),)},

@@ -411,8 +411,8 @@ async def test_descriptors_on_an_open_link_are_no_more_trusted(
             stranger.link(1)
             assert stranger.channel is not None
             send(stranger.channel)
-            stranger.channel.shutdown(socket.SHUT_WR)
-            hear_hang_up(stranger.channel)
+            stranger.say(Ping(5))
+            stranger.hear()  # the victim's loop has had its turn, or has ended the link
             await here.serves_old_link()
 
 
@@ -420,7 +420,7 @@ async def test_descriptors_on_an_open_link_are_no_more_trusted(
 async def test_garbage_on_an_open_link_ends_that_link_alone(victim_loop: str) -> None:
     """A peer that has linked and then breaks the protocol loses its link; the others do not notice."""
     async with scene(victim_loop) as here:
-        for words in (b"garbage", struct.pack(">2sBBI", b"kv", 1, 0, 2**30), encode(Ping(1))[:-1] + b"\xc1"):
+        for words in (b"garbage, and a lot of it", struct.pack(">2sBBI", b"kv", 1, 0, 2**30), encode(Ping(1))[:-1] + b"\xc1"):
             with Stranger.dial(here.victim.address) as stranger:
                 stranger.link(1)
                 stranger.say(words)
@@ -636,7 +636,6 @@ async def test_dialling_somebody_strange_fails_alone(answer: Callable[[Stranger]
             with Stranger(sock) as stranger:
                 first = stranger.hear()
                 assert isinstance(first, Hello)
-                assert first.expects == 99
                 answer(stranger)
         with pytest.raises(kv.LinkError) as caught:
             await pending.result()

@@ -322,9 +322,11 @@ async def test_swap_needs_caches_that_fit() -> None:
     async with one_cluster() as manager:
         device = manager.allocate_blocks_cache(BLOCKS)
         stamp = stamped(device)
-        for num_tensors, nbytes, data_type in ((2, 128, "uint8"), (4, 64, "uint8"), (4, 128, "int8")):
-            desc = kv.CacheDesc(num_tensors, (4, nbytes), data_type, kv.Placement.HOST)
-            host = manager.allocate_blocks_cache(desc)
+        hosts = [
+            manager.allocate_blocks_cache(kv.CacheDesc(num_tensors, (4, nbytes), data_type, kv.Placement.HOST))
+            for num_tensors, nbytes, data_type in ((2, 128, "uint8"), (4, 64, "uint8"), (4, 128, "int8"))
+        ]
+        for host in hosts:
             for pair in ((device, host), (host, device)):
                 with pytest.raises(kv.MismatchError):
                     await manager.swap_blocks(*pair, {0: 0})

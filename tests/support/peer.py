@@ -287,5 +287,8 @@ async def spawn_peer(
         yield peer
         if peer.is_alive:
             await peer.exit()
+    except BaseException:
+        print(peer.describe())  # shown by pytest beside the failure
+        raise
     finally:
         peer.end()
