@@ -191,7 +191,10 @@ class Copier:
 
     def _work(self) -> None:
         condition = self._condition
+        job: _Job | None
+        chunk: Callable[[], None] | None
         while True:
+            job = chunk = None  # an idle thread keeps nobody's memory mapped
             with condition:
                 while not self._jobs:
                     if self._is_closed:

@@ -23,13 +23,16 @@ from typing import TypeVar
 
 import anyio
 from anyio.abc import ByteStream
+from msgspec import structs
 
 from kvlink.errors import HandshakeError, LinkError, ProtocolError, StatusCode, error_for
+from kvlink.geometry import Role
 from kvlink.transports.base import Endpoint, Offer, Transport
 from kvlink.wire import FrameDecoder, Hello, Message, Ready, Refuse, encode
 
 _M = TypeVar("_M", Hello, Ready)
 
+_ROLES = frozenset(int(role) for role in Role)
 CROSSED = "crossed"
 """The field of a `Refuse` that means: I am dialling you at this moment, and my connection is the one that stays."""
 
@@ -62,6 +65,8 @@ def check_hello(ours: Hello, theirs: Hello, *, whom: str, expects: int | None) -
     """
     if theirs.version != ours.version:
         raise _mismatch(whom, "protocol version", ours.version, theirs.version)
+    if theirs.role not in _ROLES:
+        raise RefusedError(f"{whom} has role {theirs.role}; roles are {sorted(_ROLES)}", field="role")
     if theirs.incarnation == ours.incarnation:
         raise RefusedError(f"{whom} is this very cluster {ours.cluster_id}; link to another one", field="incarnation")
     if expects is not None and theirs.cluster_id != expects:
@@ -89,7 +94,7 @@ async def greet_as_dialler(
     """
     talk = _Conversation(stream, whom)
     async with talk:
-        await talk.send(ours)
+        await talk.send(structs.replace(ours, expects=expects))
         hello = await talk.receive(Hello)
         check_hello(ours, hello, whom=whom, expects=expects)
         endpoint, reason = await _attach(transports, hello, whom)
@@ -151,10 +156,8 @@ async def greet_as_acceptor(
 
 def _with_offers(ours: Hello, offers: dict[str, Offer | None]) -> Hello:
     shm = offers.get("shm")
-    return Hello(
-        cluster_id=ours.cluster_id,
-        incarnation=ours.incarnation,
-        role=ours.role,
+    return structs.replace(
+        ours,
         transports=tuple(name for name, offer in offers.items() if offer is not None),
         descriptor_address=shm.address if shm else None,
         descriptor_token=shm.token if shm else b"",

@@ -328,7 +328,8 @@ async def _connect(text: str) -> SocketStream:
 
 def _origin(stream: ByteStream) -> str:
     """Return how to name a connection that came in."""
-    with suppress(anyio.TypedAttributeLookupError, OSError, IndexError):
+    # A connection that was reset at once has no address any more; uvloop says so with an AttributeError.
+    with suppress(anyio.TypedAttributeLookupError, OSError, IndexError, AttributeError):
         remote = stream.extra(SocketAttribute.remote_address)
         if isinstance(remote, tuple):
             return f"the peer at {remote[0]}:{remote[1]}"

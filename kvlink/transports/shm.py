@@ -313,6 +313,7 @@ class _Expectation:
     def __init__(self) -> None:
         self.settled = anyio.Event()
         self.is_taken = False
+        self.is_wanted = True
         self.endpoint: ShmEndpoint | None = None
         self.error: KVLinkError | None = None
 
@@ -357,8 +358,10 @@ class ShmTransport(Transport):
 
     def withdraw(self, offer: Offer) -> None:
         expectation = self._expected.pop(offer.token, None)
-        if expectation is not None and expectation.endpoint is not None:
-            expectation.endpoint.abort()
+        if expectation is not None:
+            expectation.is_wanted = False
+            if expectation.endpoint is not None:
+                expectation.endpoint.abort()
 
     async def dial(self, offer: Offer) -> Endpoint:
         assert self._tasks is not None
@@ -407,12 +410,13 @@ class ShmTransport(Transport):
                 endpoint = ShmEndpoint(self._local, self._copier, channel, self._config)
                 await endpoint.exchange(is_first=False)
                 is_attached = True
-            if expectation is None or endpoint is None or not is_attached:
-                return  # too slow
+            if expectation is None or endpoint is None or not is_attached or not expectation.is_wanted:
+                return  # too slow, or nobody waits any more
             expectation.endpoint = endpoint
             expectation.settled.set()
-            owned, endpoint = endpoint, None  # the link's from here on
-            await owned.run()
+            await endpoint.run()
+            if expectation.endpoint is None:
+                endpoint = None  # accepted: the link closes it
         except KVLinkError as exc:
             if expectation is not None:
                 expectation.error = exc
@@ -425,5 +429,5 @@ class ShmTransport(Transport):
                 endpoint.abort()
                 with anyio.CancelScope(shield=True):
                     await endpoint.aclose()
-            if expectation is None:
+            elif not is_attached:
                 await channel.aclose()
