@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Final
 
 import anyio
 from anyio.abc import Listener, TaskGroup
+
+
+_log = logging.getLogger(__name__)
+
+_RETRY_S: Final = 0.2
 
 
 class Acceptor:
@@ -35,7 +41,12 @@ class Acceptor:
     async def _run(self) -> None:
         try:
             with self._scope:
-                await self._listener.serve(self._serve, self._tasks)
+                while True:
+                    try:
+                        await self._listener.serve(self._serve, self._tasks)
+                    except Exception as exc:  # out of descriptors or memory, alone or in a group: it passes
+                        _log.warning("cannot accept connections for now: %r", exc)
+                        await anyio.sleep(_RETRY_S)
         finally:
             with anyio.CancelScope(shield=True), suppress(OSError):
                 await self._listener.aclose()

@@ -237,6 +237,7 @@ class LinkTable:
             try:
                 link = await self._dial(attempt)
             except KVLinkError as exc:
+                exc.peer = peer
                 attempt.error = exc
             except OSError as exc:
                 attempt.error = LinkError(
@@ -264,9 +265,8 @@ class LinkTable:
         except ProtocolError as exc:
             raise HandshakeError(f"{whom} does not speak kvlink: {exc}", peer=info.cluster_id, phase="hello") from exc
         except RefusedError as exc:
-            exc.peer = info.cluster_id
             if exc.field != CROSSED:
-                raise
+                raise HandshakeError(str(exc), status=exc.status, peer=info.cluster_id, phase="hello") from exc
         finally:
             if greeted is None:
                 with anyio.CancelScope(shield=True), suppress(OSError):

@@ -141,7 +141,7 @@ BLOCK_MISMATCHES = [
 ]
 
 
-async def pull_blocks(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[Any]]:
+async def pull_blocks(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[kv.KvCache]]:
     """D pulls blocks of P; return the destination and the call."""
     source = pair.owner.allocate_blocks_cache(theirs, kv.BlocksCacheKey(P))
     stamped(source)
@@ -149,7 +149,7 @@ async def pull_blocks(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> t
     return into, keeping(source, pair.reader.pull_blocks(kv.BlocksCacheKey(P), into, [0], [0]))
 
 
-async def pull_cache(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[Any]]:
+async def pull_cache(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[kv.KvCache]]:
     """D pulls a slot of P."""
     source = pair.owner.allocate_cache(theirs, [KEY])
     stamped(source)
@@ -157,21 +157,21 @@ async def pull_cache(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tu
     return into, keeping(source, pair.reader.pull_cache(KEY, into))
 
 
-async def push_blocks(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[Any]]:
+async def push_blocks(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[kv.KvCache]]:
     """P pushes blocks into D's cache."""
     source, into = pair.owner.allocate_blocks_cache(ours), pair.reader.allocate_blocks_cache(theirs)
     stamped(source)
     return into, keeping(source, pair.owner.push_blocks(kv.CacheKeyByIdAndIndex(D, into.cache_id), source, [0], [0]))
 
 
-async def push_cache(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[Any]]:
+async def push_cache(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[kv.KvCache]]:
     """P pushes a slot into D's cache."""
     source, into = pair.owner.allocate_cache(ours), pair.reader.allocate_cache(theirs)
     stamped(source)
     return into, keeping(source, pair.owner.push_cache(kv.CacheKeyByIdAndIndex(D, into.cache_id), source))
 
 
-async def transfer(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[Any]]:
+async def transfer(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tuple[kv.KvCache, Awaitable[kv.KvCache]]:
     """P pushes blocks layer by layer into D's cache."""
     source, into = pair.owner.allocate_blocks_cache(ours), pair.reader.allocate_blocks_cache(theirs)
     stamped(source)
@@ -180,14 +180,13 @@ async def transfer(pair: Pair, theirs: kv.CacheDesc, ours: kv.CacheDesc) -> tupl
     return into, keeping(source, pair.owner.transfer_cache_async(source, LayerGate(layers.stop), [config], [0], [0]))
 
 
-async def keeping(cache: kv.KvCache, call: Awaitable[Any]) -> Any:
-    """Await `call`; the source lives as long."""
-    result = await call
-    assert cache.is_valid
-    return result
+async def keeping(cache: kv.KvCache, call: Awaitable[Any]) -> kv.KvCache:
+    """Await `call`, and return the source, which must live as long."""
+    await call
+    return cache
 
 
-Move = Callable[[Pair, kv.CacheDesc, kv.CacheDesc], Awaitable[tuple[kv.KvCache, Awaitable[Any]]]]
+Move = Callable[[Pair, kv.CacheDesc, kv.CacheDesc], Awaitable[tuple[kv.KvCache, Awaitable[kv.KvCache]]]]
 WHOLE_BLOCKS: list[Move] = [pull_blocks, push_blocks, transfer]
 SLOTS: list[Move] = [pull_cache, push_cache]
 CASES = [(move, case) for move in (*WHOLE_BLOCKS, *SLOTS) for case in MISMATCHES]
@@ -226,7 +225,8 @@ async def test_layouts_that_match(transport: str, move: Move, layouts: tuple[str
         descs = [kv.CacheDesc(4, (8, 32), "uint8", layout=layout) for layout in layouts]
         into, call = await move(pair, descs[0], descs[1])
         before = snapshot(into)
-        await call
+        source = await call
+        assert source.is_valid
         assert snapshot(into) != before
 
 
