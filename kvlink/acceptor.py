@@ -10,7 +10,6 @@ from typing import Any, Final
 import anyio
 from anyio.abc import Listener, TaskGroup
 
-
 _log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2

@@ -22,12 +22,18 @@ from kvlink.wire import PROTOCOL_VERSION
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, or 1 where the host lacks something that kvlink needs."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["bench"]:  # it has arguments of its own, and is loaded only when it is asked for
+        from kvlink.benchmarks.command import main as bench
+
+        return bench(given[1:])
     parser = argparse.ArgumentParser(prog="kvlink", description="KV-cache transfer between serving processes")
     parser.add_argument("--version", action="version", version=f"kvlink {version('kvlink')}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="say what this host can do")
     info.add_argument("--json", action="store_true", help="as JSON")
-    arguments = parser.parse_args(argv)
+    commands.add_parser("bench", help="measure how fast blocks move on this host")
+    arguments = parser.parse_args(given)
     facts = _facts()
     if arguments.json:
         print(json.dumps(facts, indent=2))

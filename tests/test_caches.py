@@ -132,7 +132,8 @@ class Owner:
             segment.close()
 
     def _on_ended(self, entry: CacheEntry) -> None:
-        assert not self.is_valid(entry), "the state word changes before anything else"
+        assert entry.cache_id not in self.ended
+        assert not self.has(by_id(entry.cache_id))
         assert not self.is_freed(entry)
         self.ended.append(entry.cache_id)
 
@@ -319,10 +320,10 @@ def test_four_slots_two_keys_and_a_placeholder(owner: Owner) -> None:
 
 
 def test_the_state_word_changes_exactly_when_the_last_reference_goes(owner: Owner) -> None:
-    """Neither a key that is left nor the id lets it change early; pins, leases and views do not let it change late."""
+    """Neither a key that is left nor the id lets it change early; pins, writers and views do not let it change late."""
     entry = owner.allocate([request(0), request(1)])
     view = owner.view(entry)
-    lease = owner.leases.open_read(DECODER, entry, 0, None, FOREVER)
+    lease = owner.leases.open_write(DECODER, entry)
     owner.table.pin(entry)
     releases: list[Callable[[], None]] = [
         lambda: owner.table.remove_key(request(0)),
@@ -338,7 +339,7 @@ def test_the_state_word_changes_exactly_when_the_last_reference_goes(owner: Owne
     assert owner.ended == [entry.cache_id]
     assert owner.freed == []
     owner.table.unpin(entry)
-    owner.leases.close_read(DECODER, lease, None)
+    owner.leases.close_write(DECODER, lease)
     assert owner.freed == []
     del view
     owner.table.collect()
@@ -694,15 +695,37 @@ def test_a_view_and_a_pin_both_keep_the_memory(owner: Owner) -> None:
         assert owner.is_freed(entry)
 
 
-def test_a_read_lease_defers_the_free_and_not_the_end(owner: Owner) -> None:
-    """A cache that is deallocated during a leased read ends at once, and is freed when the lease is given back."""
-    entry = owner.allocate()
-    lease = owner.leases.open_read(DECODER, entry, 0, None, FOREVER)
+def test_a_leased_reader_may_finish(owner: Owner) -> None:
+    """A cache that ends during leased reads is found no more, and its word and memory stay for the last of them."""
+    entry = owner.allocate([request(0)])
+    found = owner.table.find(by_key(request(0)))
+    leases = [owner.leases.open_read(holder, *found, FOREVER) for holder in (DECODER, OTHER)]
+    owner.table.remove_key(request(0))
     owner.table.drop_id(entry.cache_id)
+    assert owner.ended == [entry.cache_id]
+    assert not owner.has(by_id(entry.cache_id))
+    for holder, lease in zip((DECODER, OTHER), leases, strict=True):
+        assert owner.is_valid(entry)
+        assert owner.freed == []
+        owner.leases.close_read(holder, lease, (0, 4))
     assert not owner.is_valid(entry)
-    assert owner.freed == []
-    owner.leases.close_read(DECODER, lease, (0, 4))
     assert owner.freed == [entry.cache_id]
+    assert owner.ended == [entry.cache_id]
+
+
+def test_the_word_of_an_ended_cache_is_used_again_once(owner: Owner) -> None:
+    """However references and readers end, the word is given to one later cache, not to two."""
+    for is_pulled in (True, False):
+        entry = owner.allocate([request(0)])
+        owner.table.drop_id(entry.cache_id)
+        lease = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER)
+        if not is_pulled:
+            owner.table.remove_key(request(0))
+        owner.leases.close_read(DECODER, lease, (0, 4))
+        owner.leases.close_read(DECODER, lease, (0, 4))
+        later = [owner.allocate() for _ in range(2)]
+        assert len({cache.word for cache in later}) == 2
+        assert all(owner.is_valid(cache) for cache in later)
 
 
 def test_a_silent_reader_defers_nothing_for_ever(owner: Owner) -> None:
@@ -814,7 +837,7 @@ def test_closing_ends_everything(owner: Owner) -> None:
 
 # ---- all of it against a model
 
-NAMES: Final = [request(0), request(1), request(0, 1), prefix(0), prefix(1), blocks(0)]
+NAMES: Final = [request(0), request(1), prefix(0), blocks(0)]
 NUM_TENSORS: Final = 3
 NUM_SLOTS: Final = 3
 
@@ -964,6 +987,24 @@ class AgainstModel(RuleBasedStateMachine):
 
     # -- leases
 
+    @rule(name=st.sampled_from(NAMES), tensors=st.sampled_from([None, (0, 3), (0, 3), (0, 2), (1, 3), (2, 3)]))
+    def pull(self, name: KeyName, tensors: tuple[int, int] | None) -> None:
+        """A whole pull at once, and then the same again: it may have released the key."""
+        for _ in range(2):
+            lease = self.open_read_by_key(name, DECODER, 1)
+            if isinstance(lease, ModelLease):
+                self.close_read(lease, True, tensors)
+
+    @rule(name=st.sampled_from([request(0), request(1)]), is_again=st.booleans())
+    def report_late(self, name: KeyName, is_again: bool) -> None:
+        """A reader that reports all tensors after its key was removed, and perhaps bound to the next cache."""
+        lease = self.open_read_by_key(name, DECODER, 1)
+        if isinstance(lease, ModelLease):
+            self.remove_key(name)
+            if is_again:
+                self.allocate([None, name], True, False)
+            self.close_read(lease, True, (0, 3))
+
     @rule(
         target=reads,
         name=st.sampled_from(NAMES),
@@ -1079,11 +1120,12 @@ class AgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def the_words_tell_the_truth(self) -> None:
-        """A cache's word holds its generation exactly while something refers to it."""
+        """A cache's word holds its generation exactly while something refers to it or a peer reads it under a lease."""
+        valid = [cache for cache in self.all if cache.is_live or self.open_leases("read", cache)]
         for cache in self.all:
-            assert self.owner.is_valid(cache.entry) is cache.is_live
+            assert self.owner.is_valid(cache.entry) is (cache in valid)
             assert (cache.entry.cache_id in self.owner.ended) is not cache.is_live
-        assert np.count_nonzero(self.owner.words) == sum(cache.is_live for cache in self.all)
+        assert np.count_nonzero(self.owner.words) == len(valid)
 
     @invariant()
     def the_table_finds_what_is_bound(self) -> None:

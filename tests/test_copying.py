@@ -5,7 +5,9 @@ No test waits for time to pass. Where threads must be in the middle of something
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import logging
 import math
 import threading
 import weakref
@@ -769,6 +771,32 @@ def test_a_loop_that_ends_early_hurts_no_thread(backend: str) -> None:
         for other in BACKENDS:
             run_on(other, come)
         assert len(copy_threads()) == 1
+
+
+def test_a_loop_that_is_gone_hurts_no_thread() -> None:
+    """When a loop was closed under a job, the thread that would wake it goes on, and serves other loops."""
+    gate = Gate()
+    with a_copier(num_threads=1) as copier:
+
+        async def begin() -> asyncio.Task[None]:
+            job = asyncio.get_running_loop().create_task(copier.run_calls(iter([gate])))
+            await gate.wait_begun()
+            return job
+
+        async def come() -> None:
+            await copier.run_calls(iter([do_nothing]))
+
+        loop = asyncio.new_event_loop()
+        abandoned: asyncio.Task[None] | None = loop.run_until_complete(begin())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
+        gate.open()
+        run_on("asyncio", come)
+        assert len(copy_threads()) == 1
+        logging.getLogger("asyncio").disabled = True  # asyncio's word on the task that we leave behind
+        del abandoned
+        gc.collect()
+        logging.getLogger("asyncio").disabled = False
 
 
 def test_two_loops_share_a_copier() -> None:

@@ -36,7 +36,7 @@ LAYERS: Final[dict[int, tuple[str, ...]]] = {
         *("layerwise", "layersender", "staging"),
     ),
     5: ("cluster",),
-    6: ("cli", "__main__", "doctor", "bench"),
+    6: ("cli", "__main__", "doctor", "bench", "benchmarks"),
 }
 
 # What a plain install brings. sniffio is not among it: anyio no longer depends on it.

@@ -63,7 +63,7 @@ def draw(lines: Sequence[Line], path: Path) -> list[Path]:
         panel.axvline(1, color="black", linewidth=1, zorder=1)
         panel.set_xscale("log")
         panel.set_xlim(low, high)
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}×"))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x"))
         panel.xaxis.set_minor_formatter(NullFormatter())
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if low <= tick <= high]
         panel.set_xticks(ticks)

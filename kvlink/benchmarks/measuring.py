@@ -75,7 +75,7 @@ async def measure(
     for number in range(2 * repeats + 1):
         if number > repeats and sum(each.noise.foreign_percent < NOISY_PERCENT for each in made) >= repeats:
             break
-        progress.show(f"{op} {scenario.name}", f"repeat {number} of {repeats}")
+        progress.show(f"{op} {scenario.name}", _detail(number, repeats))
         requests = requests_of(scenario, number)
         moved = Request(*(np.concatenate(side) for side in zip(*requests, strict=True)))
         await pair.clear(op, moved.target)
@@ -97,6 +97,12 @@ async def measure(
         "noise_waited_s": round(waited_s, 1),
         "floor": pair.side.native.floor,
     }
+
+
+def _detail(number: int, repeats: int) -> str:
+    if number == 0:
+        return "warming up"
+    return f"repeat {number} of {repeats}" + (", for a noisy one" if number > repeats else "")
 
 
 async def _repeat(pair: Pair, scenario: Scenario, op: str, number: int, requests: list[Request]) -> Repeat:

@@ -116,11 +116,12 @@ _RAMP: Final = np.arange(_STEP, dtype=np.uint64) * np.uint64(MULTIPLIER)
 
 
 def _words(first_word: int, count: int, seed: int) -> NDArray[np.uint64]:
-    return _RAMP[:count] + _word(first_word, seed)
+    words: NDArray[np.uint64] = _RAMP[:count] + _word(first_word, seed)
+    return words
 
 
-def _word(index: int, seed: int) -> np.uint64:
-    return np.uint64((index * MULTIPLIER + seed) & _MASK)
+def _word(index: int, seed: int) -> NDArray[np.uint64]:
+    return np.array((index * MULTIPLIER + seed) & _MASK, dtype=np.uint64)
 
 
 def _compile() -> ctypes.CDLL | None:

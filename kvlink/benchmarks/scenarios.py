@@ -103,7 +103,7 @@ class Size:
 
 
 def _size(name: str, num_tensors: int, tensor_nbytes: int, scenarios: list[dict[str, Any]]) -> Size:
-    shape = {"num_tensors": num_tensors, "tensor_nbytes": tensor_nbytes}
+    shape: dict[str, Any] = {"num_tensors": num_tensors, "tensor_nbytes": tensor_nbytes}
     made = [Scenario(**{**shape, **fields}) for fields in scenarios]
     return Size(
         name,

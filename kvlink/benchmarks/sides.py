@@ -195,7 +195,8 @@ async def open_side(order: Order, *, cluster_id: int, role: Role) -> AsyncIterat
 def block_addresses(tensors: list[int], blocks: BlockIds, block_nbytes: int) -> Addresses:
     """Return the address of each block in each tensor, tensor by tensor, for tensors that begin at these addresses."""
     offsets = blocks.astype(np.uint64) * np.uint64(block_nbytes)
-    return (np.array(tensors, dtype=np.uint64)[:, None] + offsets).ravel()
+    addresses: Addresses = (np.array(tensors, dtype=np.uint64)[:, None] + offsets).ravel()
+    return addresses
 
 
 async def _allocate(cluster: Cluster, desc: CacheDesc, key: BlocksCacheKey | None) -> KvCache:

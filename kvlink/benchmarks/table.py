@@ -25,7 +25,7 @@ _COLUMNS: Final = (
     Column("p99"),
     Column("GiB/s"),
     Column("floor p50"),
-    Column("× floor"),
+    Column("x floor"),
     Column("range"),
     Column("CPU s/GiB"),
     Column("target's"),
@@ -93,7 +93,8 @@ def _basis(line: Line) -> str:
     machine = line["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in line.get("versions", {}).items())
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python {machine['python']}, {packages}; "
+        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python {machine['python']}, "
+        f"{packages}; "
         f"{line.get('loop', 'asyncio')}, seed {line['seed']}, size {line.get('size', 'full')}\n"
     )
 
@@ -146,12 +147,12 @@ def _time(microseconds: float) -> str:
 
 
 def _write(out: TextIO, title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    if out.isatty() and _write_rich(out, title, columns, rows):
+    table = [[column.heading for column in columns], *rows]
+    widths = [max(len(row[index]) for row in table) for index in range(len(columns))]
+    if out.isatty() and _write_rich(out, title, columns, rows, sum(widths) + 3 * len(widths) + 1):
         return
     if title:
         out.write(f"{title}\n")
-    table = [[column.heading for column in columns], *rows]
-    widths = [max(len(row[index]) for row in table) for index in range(len(columns))]
     for row in table:
         cells = [
             cell.rjust(width) if column.is_number else cell.ljust(width)
@@ -161,20 +162,24 @@ def _write(out: TextIO, title: str, columns: Sequence[Column], rows: Sequence[Se
     out.write("\n")
 
 
-def _write_rich(out: TextIO, title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> bool:
+def _write_rich(out: TextIO, title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> bool:
+    """Return False where rich is missing or would cut cells short: a terminal wraps what is plain, and cuts nothing."""
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
+        return False
+    console = Console(file=out)
+    if console.width < width:
         return False
     table = Table(title=title or None, title_justify="left")
     for column in columns:
         table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
     last = ""
     for row in rows:
-        if last and row[0] != last and title == "":
+        if last and row[0] != last and not title:
             table.add_section()
         last = row[0]
         table.add_row(*row)
-    Console(file=out).print(table)
+    console.print(table)
     return True

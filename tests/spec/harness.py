@@ -343,6 +343,19 @@ def hold(cluster: kv.Cluster, peer: int, direction: str) -> Held:
     return held
 
 
+async def refused(call: Awaitable[object], kind: type[Exception], case: object) -> None:
+    """Check that `call` raises a `kind`, with LLM_PARAM_INVALID where it is an error of kvlink's; `case` says which."""
+    caught: Exception | None = None
+    try:
+        await call
+    except Exception as exc:  # looked at below
+        caught = exc
+    if not isinstance(caught, kind):
+        raise AssertionError(f"{case}: {caught!r} instead of {kind.__name__}") from caught
+    if isinstance(caught, kv.KVLinkError):
+        assert caught.status is kv.StatusCode.LLM_PARAM_INVALID, case
+
+
 def stamped(cache: kv.KvCache, owner: int = P) -> Stamp:
     """Fill a cache with bytes that say whose they are; return the stamp."""
     stamp = Stamp(owner, 1, cache.cache_id)

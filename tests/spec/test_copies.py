@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import kvlink as kv
-from tests.spec.harness import LIMIT_S, P, cluster, snapshot, stamped
+from tests.spec.harness import LIMIT_S, P, cluster, refused, snapshot, stamped
 from tests.support.inside import used_nbytes
 from tests.support.loops import every_loop
 from tests.support.pattern import expect, rows
@@ -55,22 +55,22 @@ async def test_copy_cache_defaults() -> None:
         expect(to.tensors, other, [1, 2, 3])
 
 
-@pytest.mark.parametrize(("offset", "size"), [(0, 1), (100, 50), (511, 1), (100, -1), (0, 512)])
-async def test_copy_cache_bytes(offset: int, size: int) -> None:
+async def test_copy_cache_bytes() -> None:
     """`offset` applies to both sides, inside each slot; size -1 = source stride - offset.
 
     Source: the spec, section 6.8.
     """
     async with one_cluster() as manager:
         to, source = manager.allocate_cache(DESC), manager.allocate_cache(DESC)
-        stamped(to, 9)
-        stamped(source)
-        stop = SLOT if size == -1 else offset + size
-        expected = [tensor.copy() for tensor in to.tensors]
-        for tensor, origin in zip(expected, source.tensors, strict=True):
-            tensor[2, offset:stop] = origin[1, offset:stop]
-        await manager.copy_cache(to, source, 2, 1, offset, size)
-        assert snapshot(to) == [tensor.tobytes() for tensor in expected]
+        for offset, size in ((0, 1), (100, 50), (511, 1), (100, -1), (0, 512)):
+            stamped(to, 9)
+            stamped(source)
+            stop = SLOT if size == -1 else offset + size
+            expected = [tensor.copy() for tensor in to.tensors]
+            for tensor, origin in zip(expected, source.tensors, strict=True):
+                tensor[2, offset:stop] = origin[1, offset:stop]
+            await manager.copy_cache(to, source, 2, 1, offset, size)
+            assert snapshot(to) == [tensor.tobytes() for tensor in expected]
 
 
 async def test_copy_cache_between_shapes() -> None:
@@ -105,9 +105,12 @@ async def test_copy_cache_in_one_cache() -> None:
         expect(cache.tensors, stamp, [0, 1, 2, 3], src_blocks=[0, 1, 2, 0])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+async def test_copy_cache_values_that_are_refused() -> None:
+    """offset < both strides; offset + size <= both strides; slots in range; size > 0 or -1: else PARAM_INVALID.
+
+    Source: the spec, section 6.8.
+    """
+    cases: list[tuple[int, ...]] = [
         (4, 0),
         (0, 4),
         (-1, 0),
@@ -120,21 +123,14 @@ async def test_copy_cache_in_one_cache() -> None:
         (0, 0, 0, -2),
         (0, 0, 0, SLOT + 1),
         (0, 0, 2**62, 2**62),
-    ],
-)
-async def test_copy_cache_values_that_are_refused(arguments: tuple[int, ...]) -> None:
-    """offset < both strides; offset + size <= both strides; slots in range; size > 0 or -1: else PARAM_INVALID.
-
-    Source: the spec, section 6.8.
-    """
+    ]
     async with one_cluster() as manager:
         to, source = manager.allocate_cache(DESC), manager.allocate_cache(DESC)
         stamped(source)
         other = stamped(to, 9)
-        with pytest.raises(kv.ParameterError) as caught:
-            await manager.copy_cache(to, source, *arguments)
-        assert caught.value.status is kv.StatusCode.LLM_PARAM_INVALID
-        expect(to.tensors, other)
+        for arguments in cases:
+            await refused(manager.copy_cache(to, source, *arguments), kv.ParameterError, arguments)
+            expect(to.tensors, other)
 
 
 async def test_copy_cache_caches_that_are_refused() -> None:
@@ -249,31 +245,28 @@ async def test_copy_blocks_without_blocks() -> None:
         expect(cache.tensors, stamp)
 
 
-@pytest.mark.parametrize(
-    "copies", [{16: [0]}, {0: [16]}, {0: [1, 2, 16]}, {-1: [0]}, {0: [-1]}, {0: [1, 1]}, {0: [2], 1: [2]}], ids=str
-)
-async def test_copy_blocks_values_that_are_refused(copies: dict[int, list[int]]) -> None:
+async def test_copy_blocks_values_that_are_refused() -> None:
     """Out of range: PARAM_INVALID before anything is copied; kvlink refuses a destination that occurs twice, too.
 
-    Source: the spec, section 6.9, and DIFFERENCES.md.
+    Types checked (TypeError). Source: the spec, section 6.9, and DIFFERENCES.md.
     """
+    bad_values: list[dict[int, list[int]]] = [
+        {16: [0]},
+        {0: [16]},
+        {0: [1, 2, 16]},
+        {-1: [0]},
+        {0: [-1]},
+        {0: [1, 1]},
+        {0: [2], 1: [2]},
+    ]
+    bad_types: list[Any] = [[(0, 1)], None, {0: 1}, {"0": [1]}, {0: ["1"]}, {0.0: [1]}, {0: [True]}]
     async with one_cluster() as manager:
         cache = manager.allocate_blocks_cache(BLOCKS)
         stamp = stamped(cache)
-        with pytest.raises(kv.ParameterError) as caught:
-            await manager.copy_blocks(cache, copies)
-        assert caught.value.status is kv.StatusCode.LLM_PARAM_INVALID
-        expect(cache.tensors, stamp)
-
-
-@pytest.mark.parametrize("copies", [[(0, 1)], None, {0: 1}, {"0": [1]}, {0: ["1"]}, {0.0: [1]}, {0: [True]}], ids=str)
-async def test_copy_blocks_types_that_are_refused(copies: Any) -> None:
-    """Types checked: TypeError. Source: the spec, section 6.9."""
-    async with one_cluster() as manager:
-        cache = manager.allocate_blocks_cache(BLOCKS)
-        stamp = stamped(cache)
-        with pytest.raises(TypeError):
-            await manager.copy_blocks(cache, copies)
+        for copies in bad_values:
+            await refused(manager.copy_blocks(cache, copies), kv.ParameterError, copies)
+        for copies in bad_types:
+            await refused(manager.copy_blocks(cache, copies), TypeError, copies)
         expect(cache.tensors, stamp)
 
 
@@ -333,28 +326,20 @@ async def test_swap_needs_caches_that_fit() -> None:
         expect(device.tensors, stamp)
 
 
-@pytest.mark.parametrize("pairs", [{16: 0}, {0: 24}, {-1: 0}, {0: -1}, {0: 1, 1: 1}], ids=str)
-async def test_swap_values_that_are_refused(pairs: dict[int, int]) -> None:
-    """Every index in range: else LLMException; kvlink refuses a destination that occurs twice, too.
-
-    Source: the spec, section 6.10, and DIFFERENCES.md.
+async def test_swap_values_that_are_refused() -> None:
+    """Every index in range: else LLMException; kvlink refuses a destination that occurs twice, and checks the types of
+    keys and values. Source: the spec, sections 1.1 and 6.10, and DIFFERENCES.md.
     """
+    bad_types: list[Any] = [[(0, 1)], None, {"0": 1}, {0: "1"}, {0: [1]}, {0: 1.0}, {True: 1}]
     async with one_cluster() as manager:
         device, host = manager.allocate_blocks_cache(BLOCKS), manager.allocate_blocks_cache(HOST_BLOCKS)
         stamped(device)
         other = stamped(host, 9)
-        with pytest.raises(kv.ParameterError):
-            await manager.swap_blocks(device, host, pairs)
+        for pairs in ({16: 0}, {0: 24}, {-1: 0}, {0: -1}, {0: 1, 1: 1}):
+            await refused(manager.swap_blocks(device, host, pairs), kv.ParameterError, pairs)
+        for pairs in bad_types:
+            await refused(manager.swap_blocks(device, host, pairs), TypeError, pairs)
         expect(host.tensors, other)
-
-
-@pytest.mark.parametrize("pairs", [[(0, 1)], None, {"0": 1}, {0: "1"}, {0: [1]}, {0: 1.0}, {True: 1}], ids=str)
-async def test_swap_types_that_are_refused(pairs: Any) -> None:
-    """kvlink checks keys and values of the mapping: TypeError. Source: the spec, section 1.1, and DIFFERENCES.md."""
-    async with one_cluster() as manager:
-        device, host = manager.allocate_blocks_cache(BLOCKS), manager.allocate_blocks_cache(HOST_BLOCKS)
-        with pytest.raises(TypeError):
-            await manager.swap_blocks(device, host, pairs)
 
 
 async def test_swap_nothing() -> None:

@@ -79,7 +79,15 @@ async def test_transfer_config() -> None:
     for bad in bad_values:
         with pytest.raises(ValueError, match="must be"):
             kv.TransferConfig(*bad)
-    for wrong in ((D, [1, 2], [0]), (D, [1, 2], 1), (D, {1, 2}), (D, ["1"]), ("2", []), (D, [1], None, 0.0)):
+    bad_types: list[tuple[Any, ...]] = [
+        (D, [1, 2], [0]),
+        (D, [1, 2], 1),
+        (D, {1, 2}),
+        (D, ["1"]),
+        ("2", []),
+        (D, [1], None, 0.0),
+    ]
+    for wrong in bad_types:
         with pytest.raises(TypeError):
             kv.TransferConfig(*wrong)
 
@@ -102,14 +110,15 @@ async def test_transfer_with_cache_key_config() -> None:
         with pytest.raises(kv.ParameterError) as caught:
             kv.TransferWithCacheKeyConfig(*bad)
         assert caught.value.status is INVALID
-    for wrong in (
+    bad_types: list[tuple[Any, ...]] = [
         (key, None, range(1)),
         (key, range(1), None),
         (key, [0], [0]),
         (kv.CacheKey(D, 1), range(1), range(1)),
-    ):
+    ]
+    for wrong in bad_types:
         with pytest.raises(TypeError):
-            kv.TransferWithCacheKeyConfig(*wrong)  # type: ignore[arg-type]  # refused
+            kv.TransferWithCacheKeyConfig(*wrong)
 
 
 # Section 8.2: refused before anything starts.
@@ -271,7 +280,7 @@ async def test_blocks(transport: str, size: int | None) -> None:
         target = pair.reader.allocate_blocks_cache(DESC, kv.BlocksCacheKey(D, 4))
         stamp, other = stamped(source), stamped(target, D)
         key_config = kv.TransferWithCacheKeyConfig(kv.BlocksCacheKey(D, 4), range(2), range(2))
-        configs = [key_config, to_slot(target, layers=range(3, 4))]
+        configs: Configs = [key_config, to_slot(target, layers=range(3, 4))]
         task = pair.owner.transfer_cache_async(source, LayerGate(LAYERS), configs, [7, 1, 2], [0, 5, 6], size)
         assert await results(task) == [OK, OK, OK]
         expect(target.tensors[:4], stamp, [0, 5, 6], src_blocks=[7, 1, 2])

@@ -210,7 +210,7 @@ async def test_unregister(transport: str, by: str) -> None:
 
     Source: the spec, section 9.1, and DIFFERENCES.md.
     """
-    keys = [kv.CacheKey(P, 10), kv.CacheKey(P, kv.ABSENT, prefix_id=3)]
+    keys: list[kv.CacheKey] = [kv.CacheKey(P, 10), kv.CacheKey(P, kv.ABSENT, prefix_id=3)]
     async with linked_pair(transport) as pair:
         buffers = zeros()
         cache = pair.owner.register_cache(DESC, buffers, keys)
@@ -224,7 +224,8 @@ async def test_unregister(transport: str, by: str) -> None:
         pair.owner.unregister_cache(4711)
         assert not cache.is_valid
         await pair.flush()
-        for key in (*keys, kv.CacheKeyByIdAndIndex(P, cache_id)):
+        gone: list[kv.CacheKey | kv.CacheKeyByIdAndIndex] = [*keys, kv.CacheKeyByIdAndIndex(P, cache_id)]
+        for key in gone:
             with pytest.raises(kv.CacheNotFoundError):
                 await pair.reader.pull_cache(key, into)
         buffers[0].append(0)  # nobody holds it any more
@@ -343,9 +344,12 @@ def field(count: int) -> NDArray[np.uint8]:
     return np.zeros(count * TENSOR, np.uint8)
 
 
-@pytest.mark.parametrize(
-    ("buffer", "why"),
-    [
+async def test_buffers_that_are_refused() -> None:
+    """kvlink: read-only, strided, and of the wrong length: refused, nothing is registered, no buffer is held.
+
+    Source: the spec, section 9.1, and DIFFERENCES.md.
+    """
+    cases: list[tuple[Any, str]] = [
         (bytes(TENSOR), "read-only"),
         (read_only_numpy(), "read-only"),
         (memoryview(bytearray(TENSOR)).toreadonly(), "read-only"),
@@ -360,21 +364,16 @@ def field(count: int) -> NDArray[np.uint8]:
         (bytearray(TENSOR - 1), f"{TENSOR - 1} bytes"),
         (bytearray(TENSOR + 1), f"{TENSOR + 1} bytes"),
         (bytearray(), "0 bytes"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-async def test_buffers_that_are_refused(buffer: Any, why: str) -> None:
-    """kvlink: read-only, strided, and of the wrong length: refused, nothing is registered, no buffer is held.
-
-    Source: the spec, section 9.1, and DIFFERENCES.md.
-    """
-    good = bytearray(TENSOR)
+    ]
+    desc = kv.CacheDesc(2, (NUM, NBYTES), "uint8")
     async with cluster(P, kv.Role.PROMPT) as prompt:
-        with pytest.raises(kv.ParameterError, match=rf"buffers\[1\].*{why}") as caught:
-            prompt.kv_cache_manager.register_cache(kv.CacheDesc(2, (NUM, NBYTES), "uint8"), [good, buffer])
-        assert caught.value.status is kv.StatusCode.LLM_PARAM_INVALID
-        del caught
-    good.append(0)
+        for buffer, why in cases:
+            good = bytearray(TENSOR)
+            with pytest.raises(kv.ParameterError, match=rf"buffers\[1\].*{why}") as caught:
+                prompt.kv_cache_manager.register_cache(desc, [good, buffer])
+            assert caught.value.status is kv.StatusCode.LLM_PARAM_INVALID
+            del caught
+            good.append(0)
 
 
 async def test_overlapping_buffers() -> None:
@@ -437,12 +436,13 @@ async def test_keys_of_registered_caches() -> None:
     async with cluster(P, kv.Role.PROMPT) as prompt:
         manager = prompt.kv_cache_manager
         kept = [manager.allocate_cache(DESC, [key]), manager.register_blocks_cache(DESC, zeros(), KEY)]
-        for register in (
+        registrations: list[Callable[[], kv.KvCache]] = [
             lambda: manager.register_cache(DESC, buffers, [key]),
             lambda: manager.register_cache(DESC, buffers, [kv.CacheKey(P, number) for number in range(9, 9 + NUM + 1)]),
             lambda: manager.register_blocks_cache(DESC, buffers, KEY),
             lambda: manager.allocate_blocks_cache(DESC, KEY),
-        ):
+        ]
+        for register in registrations:
             with pytest.raises(kv.ParameterError):
                 register()
         buffers[0].append(0)
