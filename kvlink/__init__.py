@@ -38,7 +38,7 @@ from kvlink.link import Link
 from kvlink.linkstate import LinkState
 from kvlink.manager import KvCacheManager
 from kvlink.report import BlockFailure, LinkResult, LinkResults, TransferReport
-from kvlink.stats import LinkStats
+from kvlink.stats import LinkStats, PoolUsage
 
 __version__ = "0.1.0"
 
@@ -80,6 +80,7 @@ __all__ = [
     "ParameterValueError",
     "PartialTransferError",
     "Placement",
+    "PoolUsage",
     "ProtocolError",
     "Role",
     "RoleError",

@@ -9,6 +9,7 @@ from kvlink.errors import ParameterError, ParameterTypeError, RoleError
 from kvlink.geometry import CacheDesc, Placement, Role
 from kvlink.keys import BlocksCacheKey, CacheKey, KeyName
 from kvlink.kvcache import KvCache
+from kvlink.stats import PoolUsage
 from kvlink.store import CacheStore
 
 OWNERS = frozenset({Role.PROMPT, Role.MIX})
@@ -142,6 +143,10 @@ class CacheBookkeeping:
         handle = self._store.handle(cache)
         if handle is not None:
             self.deallocate_cache(handle)
+
+    def pool_usage(self, placement: Placement = Placement.DEVICE) -> PoolUsage:
+        """Return what a pool holds now; free, and never waits. Raises `ParameterError` where there is no such pool."""
+        return self._store.usage(placement)
 
     def _check_role(self, call: str, allowed: frozenset[Role]) -> None:
         role = self._role()

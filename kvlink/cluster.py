@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -118,9 +117,9 @@ class Cluster(LinkCalls):
         return self._manager
 
     @property
-    def links(self) -> Iterator[Link]:
+    def links(self) -> tuple[Link, ...]:
         """The links there are now, each with its state, transport, reason and statistics."""
-        return iter(self._open_links())
+        return tuple(self._open_links())
 
     async def __aenter__(self) -> Cluster:
         if self._tasks is not None or self._is_closed:

@@ -205,6 +205,11 @@ class Pool:
         return self._allocator.free_nbytes
 
     @property
+    def largest_hole_nbytes(self) -> int:
+        """Bytes of the largest free run."""
+        return self._allocator.largest_hole_nbytes
+
+    @property
     def used_nbytes(self) -> int:
         """Bytes that caches hold."""
         return self._allocator.used_nbytes

@@ -3,6 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class PoolUsage(NamedTuple):
+    """What a pool holds at one moment.
+
+    Attributes:
+        nbytes, free_nbytes, largest_hole_nbytes: of the pool, in bytes.
+        num_caches: caches that live, by their id or by a key.
+        num_waiting: caches that have ended and whose memory something still uses: a view, a transfer, a lease.
+    """
+
+    nbytes: int
+    free_nbytes: int
+    largest_hole_nbytes: int
+    num_caches: int
+    num_waiting: int
 
 
 @dataclass(slots=True)

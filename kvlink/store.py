@@ -19,6 +19,7 @@ from kvlink.leases import LeaseBook
 from kvlink.memory import HOST_POOL, POOL, STATE, LocalMemory, LocalRegion
 from kvlink.pool import Bytes, Pool, Segment, as_tensors
 from kvlink.stateregion import WORD_NBYTES, StateRegion
+from kvlink.stats import PoolUsage
 
 
 class CacheStore:
@@ -178,6 +179,15 @@ class CacheStore:
         if pool is None:
             raise ParameterError(f"this cluster has no {placement.name} pool; give Cluster a host_pool size")
         return pool
+
+    def usage(self, placement: Placement) -> PoolUsage:
+        """Return what the pool of a placement holds now; the numbers of caches are those of the whole cluster."""
+        self.check_usable()
+        self.collect()
+        pool = self.pool(placement)
+        return PoolUsage(
+            pool.nbytes, pool.free_nbytes, pool.largest_hole_nbytes, len(self.table), self.table.num_waiting
+        )
 
     def own_entry(self, cache: object, what: str) -> CacheEntry:
         """Return the record of a cache that a caller handed in as `what`; refuse one that is not ours or has ended."""

@@ -146,3 +146,9 @@ def test_example_notices_what_goes_wrong(tmp_path: Path, fault: str) -> None:
     status, output = run_python("-W", "error", str(tmp_path / name))
     assert (status, said in output) == (expected_status, True), output
     assert time.monotonic() - started < 20  # and not after the time limit of the process that is left
+
+
+def test_the_readme_shows_the_first_example_as_it_is() -> None:
+    """The program that the README shows is the file, to the letter."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (EXAMPLES / "pull_blocks.py").read_text(encoding="utf-8").rstrip() in readme

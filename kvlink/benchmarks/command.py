@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 import anyio
 
@@ -21,7 +22,7 @@ from kvlink.benchmarks.pair import open_pair
 from kvlink.benchmarks.progress import Progress
 from kvlink.benchmarks.rivals import find_rivals, run_rival
 from kvlink.benchmarks.scenarios import FULL, IDLE, READ, SEED, SETUP, SIZES, WRITE, Size
-from kvlink.benchmarks.setups import measure_setup
+from kvlink.benchmarks.setups import Setups
 from kvlink.benchmarks.sides import SHM, TRANSPORTS, Order
 from kvlink.benchmarks.table import write_tables
 from kvlink.errors import KVLinkError
@@ -106,21 +107,28 @@ async def _measure(
     finish: Callable[[Line], None],
     progress: Progress,
 ) -> None:
-    """Measure one transport; a fault is a line too, and the end of it."""
-    doing: dict[str, Any] = {"scenario": SETUP}
+    """Measure one transport; a fault is a line too, and the end of it. The last pair of SETUP serves the scenarios."""
+    has_setup = bool({SETUP, IDLE} & set(arguments.scen))
+    num_pairs = arguments.setups if has_setup else 1
+    setups = Setups(size)
+    doing: Line = {"scenario": SETUP}
     try:
-        if {SETUP, IDLE} & set(arguments.scen):
-            finish(
-                await measure_setup(order, size, setups=arguments.setups, idle_s=arguments.idle_s, progress=progress)
-            )
-        wanted = [scenario for name, scenario in size.scenarios.items() if name in arguments.scen]
-        if not wanted:
-            return
-        async with open_pair(order, wanted[0]) as pair:
-            for op in arguments.ops:
-                for scenario in wanted:
-                    doing = {"scenario": scenario.name, "op": op}
-                    finish(await measure(pair, scenario, op, repeats=arguments.repeats, gate=gate, progress=progress))
+        for number in range(1, num_pairs + 1):
+            progress.show(f"{order.transport}: making processes and memory", f"{number} of {num_pairs}")
+            async with open_pair(replace(order, is_setup=has_setup), size.setup) as pair:
+                if has_setup:
+                    await setups.use(pair)
+                if number < num_pairs:
+                    continue
+                if has_setup:
+                    progress.show(IDLE)
+                    finish(await setups.line(pair, idle_s=arguments.idle_s))
+                for op in arguments.ops:
+                    for scenario in size.scenarios.values():
+                        if scenario.name in arguments.scen:
+                            doing = {"scenario": scenario.name, "op": op}
+                            repeats = arguments.repeats
+                            finish(await measure(pair, scenario, op, repeats=repeats, gate=gate, progress=progress))
     except _FAULTS as exc:
         finish({**doing, "error": f"{type(exc).__name__}: {exc}"})
 
