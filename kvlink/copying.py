@@ -43,23 +43,37 @@ class Copy(NamedTuple):
     num_rows: int
 
 
-def copy_now(copies: Sequence[Copy]) -> None:
-    """Do the copies in this thread.
+def copy_rows(
+    target: Bytes,
+    target_offset: int,
+    target_stride: int,
+    source: Bytes,
+    source_offset: int,
+    source_stride: int,
+    nbytes: int,
+    num_rows: int,
+) -> None:
+    """Do one copy in this thread; the arguments are the fields of `Copy`.
 
     Raises:
-        ValueError: a row lies outside its memory; rows before it may have been copied.
+        ValueError: a row lies outside its memory; nothing was copied.
     """
-    for target, target_offset, target_stride, source, source_offset, source_stride, nbytes, count in copies:
-        if count == 1:
-            # A quarter of the cost of building two arrays; but slices that are cut short could match, so look first.
-            if target_offset + nbytes > len(target) or source_offset + nbytes > len(source):
-                raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
-            target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]
-        else:
-            shape = (count, nbytes)
-            np.ndarray(shape, np.uint8, target, target_offset, (target_stride, 1))[...] = np.ndarray(
-                shape, np.uint8, source, source_offset, (source_stride, 1)
-            )
+    if num_rows == 1:
+        # A quarter of the cost of building two arrays; but slices that are cut short could match, so look first.
+        if target_offset + nbytes > len(target) or source_offset + nbytes > len(source):
+            raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
+        target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]
+    else:
+        shape = (num_rows, nbytes)
+        np.ndarray(shape, np.uint8, target, target_offset, (target_stride, 1))[...] = np.ndarray(
+            shape, np.uint8, source, source_offset, (source_stride, 1)
+        )
+
+
+def copy_now(copies: Sequence[Copy]) -> None:
+    """Do the copies in this thread; raises as `copy_rows`, and then copies before the faulty one have been done."""
+    for copy in copies:
+        copy_rows(*copy)
 
 
 def cut(copies: Sequence[Copy], chunk_nbytes: int) -> Iterator[list[Copy]]:

@@ -54,14 +54,17 @@ async def put_checked(
         raise _ended(link, found.cache_id)
     grant.begin()
     try:
-        with anyio.move_on_after(timeout_s) as scope:
+        if nbytes <= link.endpoint.immediate_nbytes:
             await link.endpoint.put(extents, nbytes)
-        if scope.cancelled_caught:
-            raise TransferTimeoutError(
-                f"pushing {nbytes} bytes to cluster {link.peer} did not end in time; the destination holds rubbish",
-                peer=link.peer,
-                phase="transfer",
-            )
+        else:
+            with anyio.move_on_after(timeout_s) as scope:
+                await link.endpoint.put(extents, nbytes)
+            if scope.cancelled_caught:
+                raise TransferTimeoutError(
+                    f"pushing {nbytes} bytes to cluster {link.peer} did not end in time; the destination holds rubbish",
+                    peer=link.peer,
+                    phase="transfer",
+                )
         if await link.endpoint.load_word(found.word) != found.generation:
             raise _ended(link, found.cache_id)
     finally:

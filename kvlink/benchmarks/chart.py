@@ -73,8 +73,9 @@ def draw(lines: Sequence[Line], path: Path) -> list[Path]:
             panel.axhline(edge - 0.5, color="#eeeeee", linewidth=0.8)
         panel.set_yticks(range(len(scenarios)), scenarios)
         panel.set_ylim(len(scenarios) - 0.5, -0.5)
-        panel.set_title(f"{op}: time over a C memcpy of the same blocks (less is better)", fontsize=9)
+        panel.set_title(f"{op}: time over memcpy of the same blocks (less is better)", fontsize=9)
         panel.tick_params(labelsize=8)
+        panel.tick_params(axis="y", length=0)
         for side in ("top", "right", "left"):
             panel.spines[side].set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()

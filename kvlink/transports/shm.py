@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from kvlink.acceptor import Acceptor, Strangers
 from kvlink.config import ClusterConfig
-from kvlink.copying import Copier, Copy
+from kvlink.copying import Copier, Copy, copy_rows
 from kvlink.errors import KVLinkError, LinkError, LinkLostError, ProtocolError
 from kvlink.memory import STATE, LocalMemory
 from kvlink.plan import Extent, total_nbytes
@@ -96,6 +96,13 @@ class ShmEndpoint(Endpoint):
     async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
         self._check_open()
         local, remote = self._local, self._remote
+        if len(extents) == 1 and nbytes <= self.immediate_nbytes:
+            # One piece: no list of copies to build, 1 us of the 8 that an awaited 4 KiB takes; bench S1_4K.
+            region, offset, stride, peer_region, peer_offset, peer_stride, length, rows = extents[0]
+            source = remote.get(peer_region)
+            if source is not None:
+                copy_rows(local[region].memory, offset, stride, source, peer_offset, peer_stride, length, rows)
+                return
         if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
             await self._copy_foreign(extents, nbytes, is_write=False)
             return

@@ -312,6 +312,34 @@ async def test_deallocation_under_a_writer(transport: str) -> None:
         assert not any(rows(tensor).any() for tensor in new.tensors)
 
 
+async def test_deallocation_under_a_writer_and_a_reader(transport: str) -> None:
+    """The writer learns that the cache has ended also when somebody is still reading it. Source: the spec, section 5.2."""
+    async with linked_pair(transport, roles=(kv.Role.MIX, kv.Role.MIX)) as pair:
+        target, cache = target_at_d(pair)
+        stamp = stamped(target, D)
+        into = pair.owner.allocate_blocks_cache(DESC)
+        await pair.owner.push_blocks(KEY, cache, [0], [0])
+        reading, writing = hold(pair.prompt, D, "get"), hold(pair.prompt, D, "put")
+        by_id = kv.CacheKeyByIdAndIndex(D, target.cache_id, 1)
+
+        async def push() -> None:
+            with pytest.raises(kv.CacheNotFoundError):
+                await pair.owner.push_blocks(KEY, cache, [0], [0])
+
+        async with anyio.create_task_group() as reader, anyio.create_task_group() as writer:
+            reader.start_soon(pair.owner.pull_cache, by_id, into)
+            writer.start_soon(push)
+            await reading.reached.wait()
+            await writing.reached.wait()
+            pair.reader.deallocate_cache(target)
+            await pair.flush()
+            writing.release()
+            reading.release()
+        expect(into.tensors, stamp, [0], src_blocks=[1])
+        await pair.flush()
+        assert used_nbytes(pair.decoder) == 0
+
+
 async def test_cancelled_writer(transport: str) -> None:
     """A push that is cancelled or runs out of time leaves the link, the lease and other pushes as they were.
 

@@ -500,15 +500,23 @@ async def test_local_copies() -> None:
         expect(other.tensors, stamp, [1, 6, 7], src_blocks=[5, 5, 5])
 
 
-async def test_layer_wise_into_registered_memory(transport: str) -> None:
-    """A layer-wise push by address lands in registered memory. Source: the spec, sections 8.3 and 9.1."""
+@pytest.mark.parametrize("order", ["ascending", "descending", "mixed"])
+async def test_layer_wise_into_registered_memory(transport: str, order: str) -> None:
+    """A layer-wise push by address lands in registered memory, wherever its buffers lie.
+
+    Source: the spec, sections 8.3 and 9.1.
+    """
+    places = {"ascending": [0, 1, 2, 3], "descending": [3, 2, 1, 0], "mixed": [2, 0, 3, 1]}[order]
+    memory = field(4).reshape(4, TENSOR)
     async with linked_pair(transport) as pair:
         source = pair.owner.allocate_cache(DESC)
         stamp = stamped(source)
-        target = pair.reader.register_cache(DESC, zeros())
-        config = kv.TransferConfig(D, [address + NBYTES for address in target.tensor_addresses])
-        assert await pair.owner.transfer_cache_async(source, LayerGate(2), [config]) == [kv.StatusCode.LLM_SUCCESS]
-        expect(target.tensors, stamp, [1], src_blocks=[0])
+        target = pair.reader.register_cache(DESC, [memory[place] for place in places])
+        for slot in (0, 1, NUM - 1):
+            addresses = [address + slot * NBYTES for address in target.tensor_addresses]
+            task = pair.owner.transfer_cache_async(source, LayerGate(2), [kv.TransferConfig(D, addresses)])
+            assert await task == [kv.StatusCode.LLM_SUCCESS]
+            expect(target.tensors, stamp, [slot], src_blocks=[0])
 
 
 async def test_large_registered_memory(transport: str) -> None:
