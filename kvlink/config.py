@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from typing import Final
 
 from kvlink.errors import ParameterTypeError, ParameterValueError
 from kvlink.geometry import Role, check_int
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)?\s*", re.IGNORECASE | re.ASCII)
 _UNITS: Final = {
     "B": 1,
     "KB": 10**3,
@@ -34,7 +35,7 @@ def parse_nbytes(size: int | str, name: str = "size") -> int:
         match = _SIZE.fullmatch(size)
         if match is None:
             raise ParameterValueError(f"{name} must be a number of bytes such as 1073741824 or '1GiB', got {size!r}")
-        size = int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
+        size = int(Fraction(match[1]) * _UNITS[(match[2] or "B").upper()])
     return check_int(name, size, 1, 2**62)
 
 
@@ -51,7 +52,7 @@ class ClusterInfo:
     address: str
 
     def __post_init__(self) -> None:
-        check_int("cluster_id", self.cluster_id, 0, 2**64 - 1)
+        object.__setattr__(self, "cluster_id", check_int("cluster_id", self.cluster_id, 0, 2**64 - 1))
         parse_address(self.address)
 
 

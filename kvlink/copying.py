@@ -60,7 +60,12 @@ def copy_rows(
     """
     if num_rows == 1:
         # A quarter of the cost of building two arrays; but slices that are cut short could match, so look first.
-        if target_offset + nbytes > len(target) or source_offset + nbytes > len(source):
+        if (
+            target_offset < 0
+            or source_offset < 0
+            or target_offset + nbytes > len(target)
+            or source_offset + nbytes > len(source)
+        ):
             raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
         target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]
     else:
@@ -176,8 +181,12 @@ class Copier:
                 with anyio.CancelScope(shield=True):
                     await done.wait()
             raise
-        if job.error is not None:
-            raise job.error
+        error, job.error = job.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame: without the cycle, the memory goes when the caller is done
 
     def prefault(self, memory: Bytes, *, for_writing: bool) -> None:
         """Enter the pages of `memory` into the page table, in the background, giving way to copies. Returns at once."""
@@ -207,8 +216,9 @@ class Copier:
         condition = self._condition
         job: _Job | None
         chunk: Callable[[], None] | None
+        error: BaseException | None
         while True:
-            job = chunk = None  # an idle thread keeps nobody's memory mapped
+            job = chunk = error = None  # an idle thread keeps nobody's memory mapped
             with condition:
                 while not self._jobs:
                     if self._is_closed:
@@ -227,7 +237,6 @@ class Copier:
                     continue
                 job.num_taken += 1
                 self._jobs.append(job)
-            error: BaseException | None = None
             try:
                 chunk()
             except Exception as exc:  # handed to the caller, whose request it was

@@ -87,7 +87,8 @@ class KVLinkError(RuntimeError):
 
 
 def _rebuild(kind: type[KVLinkError], args: tuple[Any, ...], attributes: dict[str, Any]) -> KVLinkError:
-    error = kind.__new__(kind, *args)
+    # A class that is also an OSError (TimeoutError) has that one's memory layout, and only its `__new__` can make it.
+    error: KVLinkError = OSError.__new__(kind, *args) if issubclass(kind, OSError) else kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(attributes)
     return error
@@ -213,10 +214,12 @@ _BY_STATUS: dict[StatusCode, type[KVLinkError]] = {
 
 
 def error_for(status: int, message: str, *, peer: int | None = None, phase: str | None = None) -> KVLinkError:
-    """Return the exception for a status that a peer answered with; an unknown number becomes `LLM_FAILED`."""
+    """Return the exception for a status that a peer answered with; a number that is no failure becomes `LLM_FAILED`."""
     try:
         known = StatusCode(status)
     except ValueError:
+        known = StatusCode.LLM_FAILED
+    if known.is_ok:
         known = StatusCode.LLM_FAILED
     kind = _BY_STATUS.get(known, KVLinkError)
     return kind(message, status=known, peer=peer, phase=phase)

@@ -50,6 +50,9 @@ class Segment:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         try:
             self._mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+        except PermissionError as exc:
+            os.close(fd)
+            raise ProtocolError(f"a descriptor does not allow what was announced with it: {exc.strerror}") from exc
         except OSError as exc:
             os.close(fd)
             raise OutOfMemoryError(

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlink.benchmarks import command, measuring, pair, scenarios, sides, table
+from kvlink.benchmarks import command, pair, scenarios, sides, table
+from kvlink.benchmarks.accounting import percentile
 from kvlink.benchmarks.native import Native, fill
 from kvlink.benchmarks.scenarios import FULL, TINY, requests_of
 
@@ -44,13 +45,14 @@ for name in arguments["--scen"].split(","):
 """
 
 
+# Small, and once: enough to see that it works.
+TINY_RUN = ("--size=tiny", "--repeats=1", "--setups=1", "--quiet-s=0", "--idle-s=0.01", "--threads=2")
+
+
 def run(tmp_path: Path, *arguments: str) -> tuple[int, list[Line]]:
     """Run the benchmark in its tiny geometry, in this process; return its exit status and the lines it wrote."""
     file = tmp_path / "lines.jsonl"
-    status = command.main(
-        ["--size", "tiny", "--repeats", "1", "--setups", "1", "--quiet-s", "0", "--idle-s", "0.01", "--threads", "2"]
-        + ["--json", str(file), *arguments]
-    )
+    status = command.main([*TINY_RUN, "--json", str(file), *arguments])
     return status, [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -110,11 +112,10 @@ def test_bytes_that_did_not_move_are_found(
     monkeypatch.setattr(pair.Pair, "mover", mover)
     status, lines = run(tmp_path, "--scen", "S2_64M")
     assert status == 1
-    # one block of each of 4 tensors, in 4 requests, in the repeat and in the one that warms up
-    assert [(line["op"], line["verified"], line["bad_blocks"]) for line in lines] == [
-        ("READ", False, 32),
-        ("WRITE", False, 32),
-    ]
+    assert [(line["op"], line["verified"]) for line in lines] == [("READ", False), ("WRITE", False)]
+    for line in lines:
+        # one block of each of 4 tensors, in 4 requests, in the repeats that were made and the one that warms up
+        assert line["bad_blocks"] == 16 * (line["repeats_made"] + 1)
     assert capsys.readouterr().out.count("WRONG") == 2
 
 
@@ -184,23 +185,24 @@ def test_a_target_that_dies_is_a_result(tmp_path: Path, monkeypatch: pytest.Monk
     assert line["error"]
 
 
-def test_the_chart_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_chart_is_drawn(tmp_path: Path) -> None:
     """``--plot`` writes a PNG and an SVG that names scenarios and systems."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        status, _ = run(tmp_path, "--scen", "S1_4K,S2_64M", "--plot", str(tmp_path / "chart.png"))
-    assert status == 0
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    # In a process of its own: matplotlib keeps the files of its fonts open.
+    chosen = ["--scen", "S1_4K,S2_64M", "--plot", str(tmp_path / "chart.png")]
+    command_line = [sys.executable, "-m", "kvlink", "bench", *TINY_RUN, *chosen]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "chart.svg").read_text(encoding="utf-8")
     for word in ("S1_4K", "S2_64M", "kvlink-shm 2 threads", "READ", "WRITE"):
         assert word in text
-    assert "chart.svg" in capsys.readouterr().err
+    assert "chart.svg" in done.stderr
 
 
 def test_peers_join_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Scripts of other libraries run in their environments; their lines stand beside ours, and who has none is named."""
+    """Other libraries' scripts run in their environments; their lines stand beside ours, and who has none is named."""
     python = tmp_path / "venvs" / "misc" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -272,9 +274,6 @@ def test_the_command_line_loads_it_only_when_asked() -> None:
 
 
 def test_percentiles_are_measured_values() -> None:
-    """The nearest rank; of one value all are that value. Gaps are measured only where a scenario asks for them."""
-    from kvlink.benchmarks.accounting import percentile
-
+    """The nearest rank; of one value all are that value."""
     assert percentile([5.0], 99) == 5.0
     assert percentile([float(value) for value in range(101)], 99) == 99.0
-    assert measuring.NOISY_PERCENT > 0

@@ -257,19 +257,18 @@ async def test_cancelling_some_callers_does_not_cancel_the_rest() -> None:
             proxy.hold()
             info = kv.ClusterInfo(1, proxy.address)
             outcomes: dict[int, kv.LinkResults] = {}
-            scopes: list[anyio.CancelScope] = []
+            scopes: dict[int, anyio.CancelScope] = {}
 
             async def link(index: int) -> None:
-                with anyio.CancelScope() as scope:
-                    scopes.append(scope)
+                with anyio.CancelScope() as scopes[index]:
                     outcomes[index] = await here.link_clusters([info], timeout_s=10)
 
             async with anyio.create_task_group() as tasks:
                 for index in range(8):
                     tasks.start_soon(link, index)
-                await eventually(lambda: proxy.num_accepted == 1, "the connection")
-                for scope in scopes[:5]:
-                    scope.cancel()
+                await eventually(lambda: len(scopes) == 8 and proxy.num_accepted == 1, "the connection")
+                for index in range(5):
+                    scopes[index].cancel()
                 await anyio.sleep(0)
                 proxy.release()
             assert sorted(outcomes) == [5, 6, 7]

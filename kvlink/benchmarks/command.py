@@ -127,8 +127,16 @@ async def _measure(
                     for scenario in size.scenarios.values():
                         if scenario.name in arguments.scen:
                             doing = {"scenario": scenario.name, "op": op}
-                            repeats = arguments.repeats
-                            finish(await measure(pair, scenario, op, repeats=repeats, gate=gate, progress=progress))
+                            line = await measure(
+                                pair,
+                                scenario,
+                                op,
+                                repeats=arguments.repeats,
+                                spares=0 if arguments.quick else arguments.repeats,
+                                gate=gate,
+                                progress=progress,
+                            )
+                            finish(line)
     except _FAULTS as exc:
         finish({**doing, "error": f"{type(exc).__name__}: {exc}"})
 
@@ -153,7 +161,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Measure how fast blocks move between two processes of this host, beside a plain memcpy. "
         "Needs 4 GiB of memory, and a quiet machine for numbers that mean something.",
     )
-    parser.add_argument("--quick", action="store_true", help="few repeats, no waiting for quiet: under a minute")
+    parser.add_argument("--quick", action="store_true", help="2 repeats, no waiting for quiet: under a minute")
     parser.add_argument("--scen", type=_one_of(_NAMES), default=_NAMES, help="scenarios: " + ",".join(_NAMES))
     parser.add_argument("--ops", type=_one_of((READ, WRITE)), default=(READ, WRITE), help="READ, WRITE or both")
     parser.add_argument("--repeats", type=_positive, help="repeats that count (7; quick: 2)")

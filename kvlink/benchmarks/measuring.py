@@ -60,11 +60,11 @@ class Repeat:
 
 
 async def measure(
-    pair: Pair, scenario: Scenario, op: str, *, repeats: int, gate: QuietGate, progress: Progress
+    pair: Pair, scenario: Scenario, op: str, *, repeats: int, spares: int, gate: QuietGate, progress: Progress
 ) -> Line:
     """Measure a scenario on an open pair and return its line, without what is common to all lines.
 
-    The first repeat warms up and is dropped. Noisy ones are made up for by further ones, at most as many again, and the
+    The first repeat warms up and is dropped. Noisy ones are made up for by at most `spares` further ones, and the
     quietest `repeats` are kept.
     """
     await pair.allocate(scenario)
@@ -72,7 +72,7 @@ async def measure(
     await pair.fill_source(op, seed)
     made: list[Repeat] = []
     num_wrong, waited_s = 0, 0.0
-    for number in range(2 * repeats + 1):
+    for number in range(1 + repeats + spares):
         if number > repeats and sum(each.noise.foreign_percent < NOISY_PERCENT for each in made) >= repeats:
             break
         progress.show(f"{op} {scenario.name}", _detail(number, repeats))

@@ -313,7 +313,10 @@ async def test_deallocation_under_a_writer(transport: str) -> None:
 
 
 async def test_deallocation_under_a_writer_and_a_reader(transport: str) -> None:
-    """The writer learns that the cache has ended also when somebody is still reading it. Source: the spec, section 5.2."""
+    """The writer learns that the cache has ended also when somebody is still reading it.
+
+    Source: the spec, section 5.2.
+    """
     async with linked_pair(transport, roles=(kv.Role.MIX, kv.Role.MIX)) as pair:
         target, cache = target_at_d(pair)
         stamp = stamped(target, D)

@@ -221,8 +221,8 @@ class Peer:
         kind = getattr(kv, error["kind"], None)
         if kind is None or not issubclass(kind, kv.KVLinkError):
             raise ChildError(error["kind"], error["text"])
-        raised = kind.__new__(kind, error["text"])
-        raised.args = (error["text"],)
+        numbers = {"needed": 0, "free": 0, "largest_hole": 0} if kind is kv.OutOfMemoryError else {}
+        raised = kind(error["text"], **numbers)
         raised.status = kv.StatusCode(error["status"])
         raised.peer, raised.phase = error["peer"], error["phase"]
         raise raised
