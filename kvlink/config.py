@@ -83,7 +83,7 @@ def parse_address(text: object) -> Address:
         host = host[1:-1]
     elif ":" in host:
         raise ParameterValueError(f"an IPv6 address is written in brackets, '[{host}]:{port}'; got {text!r}")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
         raise ParameterValueError(f"an address is 'host:port', '[v6]:port' or 'unix:/path'; got {text!r}")
     return Address(host=host, port=int(port))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -90,6 +90,9 @@ class LinkResults(tuple[StatusCode, tuple[LinkResult, ...]]):
         self = super().__new__(cls, (status, results))
         self.error = error
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (*self, self.error))
 
     @classmethod
     def refused(cls, error: KVLinkError) -> LinkResults:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final
@@ -28,6 +28,8 @@ import kvlink as kv
 from tests.support.pattern import Stamp
 
 REPOSITORY: Final = Path(__file__).parents[2]
+PATHS: Final = {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))}
+"""Variables with which a child finds this package and its tests."""
 CALL_TIMEOUT_S: Final = 20.0
 _EXIT_TIMEOUT_S: Final = 10.0
 
@@ -239,6 +241,7 @@ async def spawn_peer(
     listen: str | None = None,
     config: dict[str, Any] | None = None,
     max_fds: int | None = None,
+    environ: Mapping[str, str] | None = None,
     python: Sequence[str] = ("-W", "error"),
 ) -> AsyncIterator[Peer]:
     """Run a cluster in a process of its own for as long as the context lasts.
@@ -251,6 +254,7 @@ async def spawn_peer(
         life: which one of this cluster, for the bytes it writes.
         loop_name: ``asyncio``, ``uvloop`` or ``trio``.
         max_fds: how many descriptors it may have; None for no limit of its own.
+        environ: variables besides those of the test's process.
         python: options of the interpreter.
     """
     settings = {
@@ -273,7 +277,7 @@ async def spawn_peer(
                 stdout=theirs,
                 stderr=log,
                 cwd=REPOSITORY,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+                env={**os.environ, **PATHS, **(environ or {})},
                 start_new_session=True,  # an interrupt from the terminal is the test's business
             )
     except BaseException:
