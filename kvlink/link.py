@@ -24,7 +24,20 @@ from kvlink.geometry import Role, TensorRun
 from kvlink.grants import WriteGrants
 from kvlink.linkstate import LinkEvent, LinkState, next_state
 from kvlink.stats import LinkStats
-from kvlink.wire import Answer, CloseRead, Failed, Found, Goodbye, Message, Ping, Pong, Recall, Target, encode
+from kvlink.wire import (
+    Answer,
+    CloseRead,
+    Failed,
+    Found,
+    Goodbye,
+    Message,
+    OpenWrite,
+    Ping,
+    Pong,
+    Recall,
+    Target,
+    encode,
+)
 
 if TYPE_CHECKING:
     from kvlink.handshake import Greeted
@@ -47,6 +60,7 @@ class Link:
         incarnation: which life of it, 16 random bytes.
         role: its role.
         address: where it was dialled, or where its connection came from.
+        is_dialled: whether we dialled it.
         transport: what moves the bytes: ``"shm"`` ...
         reason: why this transport was chosen, and others were not.
         state, stats: where it is in its life, and what went over it.
@@ -63,6 +77,7 @@ class Link:
         greeted: Greeted,
         *,
         address: str,
+        is_dialled: bool,
         max_frame_nbytes: int,
         close_timeout_s: float,
         on_message: MessageHandler,
@@ -72,6 +87,7 @@ class Link:
         self.incarnation = greeted.hello.incarnation
         self.role = Role(greeted.hello.role)
         self.address = address
+        self.is_dialled = is_dialled
         self.endpoint = greeted.endpoint
         self.transport = greeted.endpoint.name
         self.reason = greeted.reason
@@ -152,10 +168,18 @@ class Link:
         seq = self._next_seq
         self._next_seq += 1
         waiting = self._answers[seq] = _Question()
+        asked = question(seq)
         try:
-            self.post(question(seq))
+            self.post(asked)
             self.stats.round_trips += 1
             await waiting.settled.wait()
+        except BaseException:
+            # Cancelled between the answer's arrival and our turn: a read lease that came with it is nobody's. (A write
+            # lease waits to be recalled.)
+            late = waiting.answer
+            if isinstance(late, Found) and late.lease and not isinstance(asked, OpenWrite):
+                self.post(CloseRead(late.lease))
+            raise
         finally:
             self._answers.pop(seq, None)
         answer = waiting.answer
@@ -229,7 +253,8 @@ class Link:
 
     async def _wait_idle(self) -> None:
         while self._num_operations:
-            self._is_idle = anyio.Event()
+            if self._is_idle.is_set():  # one event for all who wait at the same time
+                self._is_idle = anyio.Event()
             await self._is_idle.wait()
 
     def _gone(self) -> KVLinkError:
@@ -259,7 +284,7 @@ class Link:
                 decoder.extend(await self._stream.receive())
                 self.heard_at = anyio.current_time()
         except ProtocolError as exc:
-            _log.warning("closed the link to cluster %d: %s", self.peer, exc)
+            _log.warning("closed the link to cluster %d: %s", self.peer, str(exc))
             return LinkLostError(f"cluster {self.peer} broke the protocol: {exc}; link again", peer=self.peer)
         except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as exc:
             self.is_orderly = self._has_said_goodbye and isinstance(exc, anyio.EndOfStream)

@@ -191,7 +191,7 @@ class LinkTable:
             if scope.cancelled_caught:
                 _log.warning("closed a connection from %s: it never said who it is", whom)
         except (KVLinkError, OSError) as exc:
-            _log.warning("refused a connection from %s: %s", whom, exc)
+            _log.warning("refused a connection from %s: %s", whom, str(exc))
         except Exception:
             _log.exception("failed to serve a connection from %s", whom)
         finally:
@@ -199,7 +199,8 @@ class LinkTable:
                 with anyio.CancelScope(shield=True), suppress(OSError):
                     await anyio.aclose_forcefully(stream)
         if greeted is not None:
-            await self._open(greeted, whom).run()
+            link = self._open(greeted, whom, is_dialled=False)
+            await (_drop(greeted) if link is None else link.run())
 
     def _admit(self, hello: Hello) -> None:
         """Refuse a peer for which there is no room, or whose connection crosses ours."""
@@ -271,30 +272,47 @@ class LinkTable:
             if greeted is None:
                 with anyio.CancelScope(shield=True), suppress(OSError):
                     await anyio.aclose_forcefully(stream)
-        if greeted is not None:
-            return self._open(greeted, info.address)
-        await attempt.came_in.wait()
-        return None
+        if greeted is None:
+            await attempt.came_in.wait()
+            return None
+        link = self._open(greeted, info.address, is_dialled=True)
+        if link is None:
+            await _drop(greeted)
+        return link
 
-    def _open(self, greeted: Greeted, address: str) -> Link:
-        """Enter a new link, in the place of any older one of that peer."""
+    def _open(self, greeted: Greeted, address: str, *, is_dialled: bool) -> Link | None:
+        """Enter a new link in the place of an older one of that peer; None when the older one stays.
+
+        The same two lives, linked by both at the same moment: the connection that the lower cluster id dialled stays,
+        on both sides.
+        """
+        peer = greeted.hello.cluster_id
+        old = self._links.get(peer)
+        if (
+            old is not None
+            and old.is_open
+            and old.incarnation == greeted.hello.incarnation
+            and old.is_dialled != is_dialled
+            and is_dialled != (self._hello().cluster_id < peer)
+        ):
+            return None
         link = Link(
             greeted,
             address=address,
+            is_dialled=is_dialled,
             max_frame_nbytes=self._config.max_frame_nbytes,
             close_timeout_s=self._config.close_timeout_s,
             on_message=self._on_message,
             on_closed=self._closed,
         )
-        old = self._links.get(link.peer)
+        self._links[peer] = link
+        self._on_opened(link)
         if old is not None:
             old.lose(
-                LinkLostError(f"cluster {link.peer} has linked anew; the older link has ended", peer=link.peer),
+                LinkLostError(f"cluster {peer} has linked anew; the older link has ended", peer=peer),
                 LinkEvent.REPLACED,
             )
-        self._links[link.peer] = link
-        self._on_opened(link)
-        attempt = self._attempts.get(link.peer)
+        attempt = self._attempts.get(peer)
         if attempt is not None:
             attempt.came_in.set()
             attempt.dialling.cancel()
@@ -317,6 +335,15 @@ class _Attempt:
         self.came_in = anyio.Event()
         self.error: KVLinkError | None = None
         self.num_waiting = 0
+
+
+async def _drop(greeted: Greeted) -> None:
+    """Let go of a connection that is not needed after all."""
+    greeted.endpoint.abort()
+    with anyio.CancelScope(shield=True):
+        await greeted.endpoint.aclose()
+        with suppress(OSError):
+            await anyio.aclose_forcefully(greeted.stream)
 
 
 async def _connect(text: str) -> SocketStream:

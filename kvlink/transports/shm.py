@@ -127,6 +127,8 @@ class ShmEndpoint(Endpoint):
 
     async def load_word(self, word: int) -> int:
         order_memory()
+        if word >= len(self._words):
+            raise LinkLostError("the link has ended; link again", phase="settle")
         return int(self._words[word])
 
     async def reach(self, regions: Collection[int], *, for_writing: bool) -> None:
@@ -156,6 +158,7 @@ class ShmEndpoint(Endpoint):
             # The reader finds the end of the stream by itself; closing the socket under it would wake it twice.
             await self._served.wait()
         await self._channel.aclose()
+        self._words = np.empty(0, np.uint64)  # whoever holds the closed link keeps nothing of the peer mapped
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -204,7 +207,7 @@ class ShmEndpoint(Endpoint):
             pass
         except Exception as exc:
             # Nothing more can be trusted from there; what is mapped already stays valid until the link ends.
-            _log.warning("closed a descriptor channel: %s", exc)
+            _log.warning("closed a descriptor channel: %s", str(exc))
             self._channel.abort()
 
     async def _send_shared(self) -> None:

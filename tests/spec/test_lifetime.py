@@ -673,7 +673,7 @@ async def test_missing_key(transport: str) -> None:
             await pair.reader.pull_cache(kv.CacheKeyByIdAndIndex(P, 99), into)
         with pytest.raises(kv.CacheNotFoundError):
             await pair.reader.pull_cache(kv.CacheKeyByIdAndIndex(P, late.cache_id, 4), into)
-        assert next(pair.decoder.links).is_open
+        assert link_to(pair.decoder, P).is_open
 
 
 # Section 6.1.

@@ -282,40 +282,47 @@ async def test_unregister_under_a_writer(transport: str) -> None:
             buffer.append(0)
 
 
-def grow_numpy(buffer: NDArray[Any]) -> None:
-    """Resize an array in place."""
-    buffer.resize(2 * TENSOR)
-
-
 @pytest.mark.parametrize(
-    ("buffer", "resize", "refusal"),
+    ("make_buffer", "resize"),
     [
-        (bytearray(TENSOR), lambda buffer: buffer.append(0), BufferError),
-        (bytearray(TENSOR), lambda buffer: buffer.clear(), BufferError),
-        (array.array("B", bytes(TENSOR)), lambda buffer: buffer.append(0), BufferError),
-        (np.zeros(TENSOR, np.uint8), grow_numpy, ValueError),
-        (mmap.mmap(-1, TENSOR), lambda buffer: buffer.close(), BufferError),
-        (mmap.mmap(-1, TENSOR), lambda buffer: buffer.resize(2 * TENSOR), BufferError),
+        (bytearray, lambda buffer: buffer.append(0)),
+        (bytearray, lambda buffer: buffer.clear()),
+        (lambda contents: array.array("B", contents), lambda buffer: buffer.append(0)),
+        (a_map, lambda buffer: buffer.resize(2 * TENSOR)),
+        (a_map, lambda buffer: buffer.close()),
     ],
-    ids=["bytearray", "bytearray.clear", "array", "numpy", "mmap.close", "mmap.resize"],
+    ids=["bytearray", "bytearray.clear", "array", "mmap.resize", "mmap.close"],
 )
-async def test_locked_while_registered(buffer: Any, resize: Callable[[Any], None], refusal: type[Exception]) -> None:
+async def test_locked_while_registered(make_buffer: Callable[[bytes], Any], resize: Callable[[Any], None]) -> None:
     """kvlink: a registered buffer refuses to be resized or closed, and does not any more once it is unregistered.
 
     Source: the spec, section 9.1, and DIFFERENCES.md.
     """
+    buffer = make_buffer(bytes(TENSOR))
     async with cluster(P, kv.Role.PROMPT) as prompt:
         manager = prompt.kv_cache_manager
         cache = manager.register_cache(kv.CacheDesc(1, (NUM, NBYTES), "uint8"), [buffer])
-        with pytest.raises(refusal):
+        with pytest.raises(BufferError):
             resize(buffer)
         assert cache.tensors[0].nbytes == TENSOR
         manager.unregister_cache(cache)
-        del cache
-        if isinstance(buffer, np.ndarray):
-            buffer.resize(2 * TENSOR, refcheck=False)  # pytest's parameters hold references of their own
-        else:
-            resize(buffer)
+        resize(buffer)
+
+
+async def test_numpy_locked_while_registered() -> None:
+    """The same for an array, which numpy resizes only where nothing else refers to it.
+
+    Source: the spec, section 9.1, and DIFFERENCES.md.
+    """
+    buffer = np.zeros(1, np.uint8)
+    buffer.resize(TENSOR)  # so it can be resized here at all
+    async with cluster(P, kv.Role.PROMPT) as prompt:
+        manager = prompt.kv_cache_manager
+        cache = manager.register_cache(kv.CacheDesc(1, (NUM, NBYTES), "uint8"), [buffer])
+        with pytest.raises(ValueError, match="resize"):
+            buffer.resize(2 * TENSOR)
+        manager.unregister_cache(cache)
+        buffer.resize(2 * TENSOR)
 
 
 async def test_kept_alive(transport: str) -> None:

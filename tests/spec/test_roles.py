@@ -10,6 +10,7 @@ import pytest
 
 import kvlink as kv
 from tests.spec.harness import D, P, cluster, link, linked_pair, stamped
+from tests.support.inside import link_to
 from tests.support.loops import every_loop
 from tests.support.pattern import expect
 
@@ -281,8 +282,8 @@ async def test_what_survives_a_switch(transport: str) -> None:
 async def test_peers_learn_the_new_role(transport: str) -> None:
     """A peer that links anew sees the new role. Source: the spec, section 4.4."""
     async with linked_pair(transport) as pair:
-        assert next(pair.decoder.links).role is PROMPT
+        assert link_to(pair.decoder, P).role is PROMPT
         (await pair.decoder.unlink_clusters([P])).raise_for_status()
         await pair.prompt.switch_role(MIX)
         await link(pair.decoder, P, pair.prompt.address, transport)
-        assert next(pair.decoder.links).role is MIX
+        assert link_to(pair.decoder, P).role is MIX
