@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from kvlink.allocator import Allocator, PoolExhausted
 from kvlink.errors import OutOfMemoryError, ProtocolError
+from kvlink.hostmemory import available_nbytes
 
 Bytes = NDArray[np.uint8]
 
@@ -81,6 +82,15 @@ class Segment:
         """
         page = _HUGE_PAGE if is_huge else _PAGE
         nbytes = -(-nbytes // page) * page
+        available = None if is_huge else available_nbytes()
+        if available is not None and nbytes > available:
+            raise OutOfMemoryError(
+                f"the host can give {available} bytes of memory now; {nbytes} are asked for {name}: "
+                "ask for a smaller pool, or free memory",
+                needed=nbytes,
+                free=available,
+                largest_hole=available,
+            )
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:
             fd = os.memfd_create(name, flags | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if is_huge else 0))

@@ -237,13 +237,6 @@ async def test_opening_can_be_cancelled_by_asyncio_at_any_moment() -> None:
     await eventually(lambda: not new_since(before, within_s=0), f"nothing new: {new_since(before, within_s=0)}")
 
 
-async def test_a_pool_that_the_host_has_not_is_an_error_and_leaves_nothing() -> None:
-    """More than there is: OutOfMemoryError on entry."""
-    with pytest.raises(kv.OutOfMemoryError):
-        async with kv.Cluster(cluster_id=1, role=kv.Role.PROMPT, pool=2**50):
-            pass
-
-
 async def test_an_address_that_is_taken_is_an_error_and_leaves_nothing() -> None:
     """The operating system's error, unwrapped, on entry."""
     async with prompt(1) as first:

@@ -24,7 +24,7 @@ PACKAGE: Final = Path(__file__).parents[1] / "kvlink"
 LAYERS: Final[dict[int, tuple[str, ...]]] = {
     1: (
         *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "linkstate", "checks", "loops"),
-        *("layerconfig",),
+        *("layerconfig", "hostmemory"),
     ),
     2: (
         *("allocator", "pool", "memory", "buffers", "stateregion", "caches", "leases", "store", "kvcache", "arrivals"),
