@@ -12,7 +12,7 @@ from kvlink.pool import Segment
 
 
 def host(tmp_path: Path, group: str = "0::/a/b\n", **limits: tuple[str, str, str]) -> tuple[Path, Path]:
-    """Make a ``/proc`` with 1 GiB available and a tree of control groups; ``limits`` are max, current, inactive_file."""
+    """Make a ``/proc`` with 1 GiB available and a tree of control groups; limits are (max, current, inactive)."""
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 4194304 kB\nMemAvailable: 1048576 kB\n")
