@@ -1,8 +1,7 @@
 """The owner's table of caches: references, keys, generations and their end. Pure bookkeeping; nothing here waits.
 
 A cache lives by *references*: its id (from `add` until `drop_id`) and every key still bound to it. When the last one
-goes the cache has *ended*: nobody can find it any more, and its state word changes as soon as no peer reads it under a
-lease, for these may finish. Its memory returns to the pool when,
+goes the cache has *ended*: its state word changes, nobody can find it any more. Its memory returns to the pool when,
 besides that, nothing uses it: no transfer or lease has it pinned, and no numpy or torch view on it is alive. The second
 half is kvlink's own (the spec frees at the first): a view that outlives its cache can never show or overwrite another
 request's bytes.
@@ -33,7 +32,6 @@ class CacheEntry:
         is_consumable: whether pulls release its request keys; memory that the caller owns is never consumed.
         is_held: whether the id reference lives.
         keys: the keys still bound, with their slots.
-        num_readers: read leases; while there are any, the state word holds.
         pins: transfers, copies and leases that are using the memory right now.
         moving: the blocks that each of our own movements is using right now, by a number of the movement.
         word, generation: its state word and what that holds while the cache is valid.
@@ -51,7 +49,6 @@ class CacheEntry:
         "is_held",
         "keys",
         "moving",
-        "num_readers",
         "pins",
         "root",
         "word",
@@ -77,7 +74,6 @@ class CacheEntry:
         self.has_ended = False
         self.keys: dict[KeyName, int] = {}
         self.pins = 0
-        self.num_readers = 0
         self.moving: dict[int, Sequence[int]] = {}
         self.root: weakref.ref[Bytes] | None = None
         self._unread: dict[int, set[int]] = {}
@@ -225,17 +221,6 @@ class CacheTable:
         entry.pins -= 1
         self._release(entry)
 
-    def begin_read(self, entry: CacheEntry) -> None:
-        """Keep the memory of `entry`, and its state word, for a peer that reads it under a lease."""
-        entry.num_readers += 1
-        self.pin(entry)
-
-    def end_read(self, entry: CacheEntry) -> None:
-        """Undo one `begin_read`."""
-        entry.num_readers -= 1
-        self._end_word(entry)
-        self.unpin(entry)
-
     def collect(self) -> None:
         """Take note of the views that have died since."""
         while self._dead_views:
@@ -262,15 +247,11 @@ class CacheTable:
         if entry.is_held or entry.keys or entry.has_ended:
             return
         entry.has_ended = True
-        self._end_word(entry)
+        self._state.end(entry.word)
         del self._entries[entry.cache_id]
         self._waiting[entry.cache_id] = entry
         self.on_ended(entry)
         self._release(entry)
-
-    def _end_word(self, entry: CacheEntry) -> None:
-        if entry.has_ended and not entry.num_readers:
-            self._state.end(entry.word)
 
     def _release(self, entry: CacheEntry) -> None:
         """Give the memory back if nothing uses it."""

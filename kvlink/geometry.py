@@ -192,6 +192,15 @@ class CacheGeometry(msgspec.Struct, frozen=True):
     runs: tuple[TensorRun, ...]
 
 
+def tensor_at(run: TensorRun, place: int, tensor_nbytes: int) -> tuple[int, int] | None:
+    """Return which tensor of `run` has the byte at `place` of its region, and how far into it; None: none has."""
+    distance = place - run.offset
+    # The stride may be negative: tensors at descending addresses.
+    index = 0 if run.stride == 0 else distance // run.stride if run.stride > 0 else -(-distance // run.stride)
+    within = distance - index * run.stride
+    return (index, within) if 0 <= index < run.num_tensors and 0 <= within < tensor_nbytes else None
+
+
 def select_runs(runs: tuple[TensorRun, ...], start: int, stop: int) -> tuple[TensorRun, ...]:
     """Return the runs of tensors ``start..stop-1``: the same memory, cut at both ends."""
     if len(runs) == 1:  # every cache of a pool

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from kvlink.caches import CacheEntry
 from kvlink.checks import check_blocks, check_same_kind
 from kvlink.errors import FeatureNotEnabledError, KVLinkError, MismatchError, ParameterError
-from kvlink.geometry import TensorRun, select_runs
+from kvlink.geometry import TensorRun, select_runs, tensor_at
 from kvlink.grants import WriteGrant
 from kvlink.keys import BlocksCacheKey
 from kvlink.layerconfig import TransferConfig, TransferWithCacheKeyConfig
@@ -193,13 +193,13 @@ class LayerSender:
         geometry, bases = grant.found.geometry, dict(grant.found.addresses)
         tensor_nbytes = geometry.num_slots * geometry.slot_nbytes
         first = 0
-        for region, offset, stride, num_tensors in geometry.runs:
-            place = address - bases.get(region, 0)
-            index = (place - offset) // stride if stride else 0
-            within = place - offset - index * stride
-            if region in bases and 0 <= index < num_tensors and 0 <= within < tensor_nbytes:
-                return first + index, TensorRun(region, place, 0, 1), tensor_nbytes - within
-            first += num_tensors
+        for run in geometry.runs:
+            place = address - bases.get(run.region, 0)
+            found = tensor_at(run, place, tensor_nbytes)
+            if run.region in bases and found is not None:
+                index, within = found
+                return first + index, TensorRun(run.region, place, 0, 1), tensor_nbytes - within
+            first += run.num_tensors
         return None
 
     def _plan(self, place: _Place) -> list[Extent]:

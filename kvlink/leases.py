@@ -1,7 +1,8 @@
 """Who else is using our memory: leases given to peers. Pure bookkeeping; times are arguments.
 
-A *read lease* keeps a cache's memory and state word while a peer reads it, so that `deallocate_cache` defers the real
-free and the reader still succeeds. It ends when the reader says so, when its link ends, or when its time is up:
+A *read lease* keeps a cache's memory while a peer reads it, so that `deallocate_cache` defers the real free. It has a
+state word of its own, which holds as long as the lease does: the reader succeeds although the cache ends meanwhile. It
+ends when the reader says so, when its link ends, or when its time is up:
 reading on after that is harmless, since the word tells.
 
 A *write lease* lets a peer write into a cache. A late write cannot be undone by looking afterwards, so it has no time
@@ -15,11 +16,15 @@ from typing import NamedTuple
 
 from kvlink.caches import CacheEntry, CacheTable
 from kvlink.keys import KeyName
+from kvlink.stateregion import StateRegion
 
 
 class ReadLease(NamedTuple):
-    """Peer `holder` reads slot `slot` of `entry` until `expires_at` at the latest."""
+    """Peer `holder` reads slot `slot` of `entry` until `expires_at` at the latest, or until `word` changes."""
 
+    number: int
+    word: int
+    generation: int
     holder: bytes
     entry: CacheEntry
     slot: int
@@ -39,20 +44,25 @@ class LeaseBook:
 
     Args:
         table: whose caches they keep.
+        state: where the validity of read leases is published.
     """
 
-    def __init__(self, table: CacheTable) -> None:
+    def __init__(self, table: CacheTable, state: StateRegion) -> None:
         self._table = table
+        self._state = state
         self._reads: dict[int, ReadLease] = {}
         self._writes: dict[int, WriteLease] = {}
         self._next = 1
 
-    def open_read(self, holder: bytes, entry: CacheEntry, slot: int, name: KeyName | None, expires_at: float) -> int:
-        """Give a read lease and return its number."""
-        number = self._number()
-        self._table.begin_read(entry)
-        self._reads[number] = ReadLease(holder, entry, slot, name, expires_at)
-        return number
+    def open_read(
+        self, holder: bytes, entry: CacheEntry, slot: int, name: KeyName | None, expires_at: float
+    ) -> ReadLease:
+        """Give a read lease."""
+        word, generation = self._state.begin()
+        lease = ReadLease(self._number(), word, generation, holder, entry, slot, name, expires_at)
+        self._table.pin(entry)
+        self._reads[lease.number] = lease
+        return lease
 
     def close_read(self, holder: bytes, number: int, tensors: tuple[int, int] | None) -> None:
         """End a read lease; `tensors` (first, stop) were delivered and count towards the key. Unknown: no-op."""
@@ -62,7 +72,8 @@ class LeaseBook:
         del self._reads[number]
         if tensors is not None:
             self._table.mark_read(lease.entry, lease.name, lease.slot, *tensors)
-        self._table.end_read(lease.entry)
+        self._state.end(lease.word)
+        self._table.unpin(lease.entry)
 
     def open_write(self, holder: bytes, entry: CacheEntry) -> int:
         """Give a write lease, or the one that `holder` already has on this cache, and return its number."""

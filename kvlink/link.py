@@ -138,6 +138,14 @@ class Link:
             raise self._gone()
         self._num_operations += 1
 
+    def failed(self, error: BaseException) -> None:
+        """Count a movement that failed, and let its error name the peer if nobody has."""
+        self.stats.failures += 1
+        if isinstance(error, KVLinkError) and error.peer is None:
+            error.peer = self.peer
+            if isinstance(error, LinkLostError):
+                error.args = (f"cluster {self.peer} went away during the transfer: {error}",)
+
     def end(self) -> None:
         """Undo one `begin`."""
         self._num_operations -= 1

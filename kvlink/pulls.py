@@ -108,8 +108,8 @@ class Puller:
                 extents = spread(local, remote, pieces)
                 num_extents = len(extents)
                 await get_checked(endpoint, found, extents, nbytes, timeout_s=left_s, peer=link.peer)
-        except BaseException:
-            link.stats.failures += 1
+        except BaseException as exc:
+            link.failed(exc)
             raise
         finally:
             self._store.end_moving(entry, movement)
@@ -257,8 +257,8 @@ class Puller:
             link.stats.nbytes_pulled += nbytes
             if is_consuming:
                 delivered = (theirs.start, theirs.stop)
-        except BaseException:
-            link.stats.failures += 1
+        except BaseException as exc:
+            link.failed(exc)
             raise
         finally:
             if found is not None:

@@ -201,8 +201,8 @@ class Pusher:
                 await put_checked(link, grant, extents, nbytes, timeout_s=left_s)
             link.stats.pushes += 1
             link.stats.nbytes_pushed += nbytes
-        except BaseException:
-            link.stats.failures += 1
+        except BaseException as exc:
+            link.failed(exc)
             raise
         finally:
             self._store.end_moving(entry, movement)

@@ -92,10 +92,10 @@ class CacheServer:
             entry, slot, name = store.locate(target.id), 0, None
         else:
             entry, slot, name = store.table.find(target)
-        lease = 0
+        lease, word, generation = 0, entry.word, entry.generation
         if isinstance(message, OpenRead):
             expires_at = anyio.current_time() + message.lease_s
-            lease = store.leases.open_read(link.incarnation, entry, slot, name, expires_at)
+            lease, word, generation, *_ = store.leases.open_read(link.incarnation, entry, slot, name, expires_at)
         elif isinstance(message, OpenWrite):
             lease = store.leases.open_write(link.incarnation, entry)
         regions = {run.region for run in entry.geometry.runs}
@@ -108,8 +108,8 @@ class CacheServer:
             cache_id=entry.cache_id,
             slot=slot,
             geometry=entry.geometry,
-            word=entry.word,
-            generation=entry.generation,
+            word=word,
+            generation=generation,
             lease=lease,
             addresses=addresses,
         )

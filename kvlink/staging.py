@@ -94,7 +94,7 @@ class StagingServer:
                 raise ParameterError("the link has ended")
             own = cache.entry()
             expires_at = anyio.current_time() + _MAX_LEASE_S
-            lease = store.leases.open_read(link.incarnation, own, 0, None, expires_at)
+            lease, word, generation, *_ = store.leases.open_read(link.incarnation, own, 0, None, expires_at)
         except BaseException:
             store.deallocate(cache)
             raise
@@ -106,8 +106,8 @@ class StagingServer:
             cache_id=own.cache_id,
             slot=0,
             geometry=own.geometry,
-            word=own.word,
-            generation=own.generation,
+            word=word,
+            generation=generation,
             lease=lease,
         )
 

@@ -12,7 +12,7 @@ from kvlink.buffers import as_bytes
 from kvlink.caches import CacheEntry, CacheTable
 from kvlink.config import ClusterConfig
 from kvlink.errors import CacheNotFoundError, ClosedError, OutOfMemoryError, ParameterError, ParameterTypeError
-from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun, join_tensors
+from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun, join_tensors, tensor_at
 from kvlink.keys import KeyName
 from kvlink.kvcache import KvCache
 from kvlink.leases import LeaseBook
@@ -34,7 +34,7 @@ class CacheStore:
         self.memory = LocalMemory()
         self.state = StateRegion(state)
         self.table = CacheTable(self.state, self._free)
-        self.leases = LeaseBook(self.table)
+        self.leases = LeaseBook(self.table, self.state)
         self._pools: dict[Placement, Pool] = {Placement.DEVICE: Pool(pool, POOL)}
         if host_pool is not None:
             self._pools[Placement.HOST] = Pool(host_pool, HOST_POOL)
@@ -158,10 +158,8 @@ class CacheStore:
             CacheNotFoundError: none has.
         """
         for entry in self.table:
-            for region, offset, stride, num_tensors in entry.geometry.runs:
-                place = address - self.memory[region].address - offset
-                index = place // stride if stride else 0
-                if 0 <= index < num_tensors and 0 <= place - index * stride < entry.desc.tensor_nbytes:
+            for run in entry.geometry.runs:
+                if tensor_at(run, address - self.memory[run.region].address, entry.desc.tensor_nbytes) is not None:
                     return entry
         raise CacheNotFoundError(f"address {address:#x} is in no live cache")
 

@@ -139,7 +139,7 @@ class Commit(Struct, frozen=True, tag="commit"):
 
 
 class Found(Struct, frozen=True, tag="found", kw_only=True):
-    """The answer: cache `cache_id` is valid while word `word` of my state region holds `generation`."""
+    """The answer: what I told you is valid while word `word` of my state region holds `generation`."""
 
     seq: UInt64
     cache_id: UInt64

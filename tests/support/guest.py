@@ -6,6 +6,7 @@ Run as ``python -m tests.support.guest LOOP``.
 from __future__ import annotations
 
 import gc
+import importlib
 import locale
 import logging
 import os
@@ -48,8 +49,7 @@ def _wakeup_fd() -> int:
 
 async def use() -> None:
     """Link, move, unlink, fail, cancel: a little of everything."""
-    import kvlink as kv
-
+    kv = sys.modules["kvlink"]
     desc = kv.CacheDesc(4, (256, 4096), "float32")
     async with (
         kv.Cluster(cluster_id=1, role=kv.Role.PROMPT, pool="20MiB") as prompt,
@@ -79,7 +79,10 @@ def main() -> None:
     loop_name = sys.argv[1]
     backend = "trio" if loop_name == "trio" else "asyncio"
     options = {} if backend == "trio" else {"use_uvloop": loop_name == "uvloop"}
+    for name in ("numpy", "uvloop" if loop_name == "uvloop" else backend):
+        importlib.import_module(name)  # numpy adds warning filters of its own
     before = surroundings()
+    importlib.import_module("kvlink")
     anyio.run(use, backend=backend, backend_options=options)
     gc.collect()
     after = surroundings()
