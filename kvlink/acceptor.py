@@ -37,6 +37,10 @@ class Acceptor:
         self._scope.cancel()
         await self._ended.wait()
 
+    def abort(self) -> None:
+        """Accept nothing any more, from the loop's next turn on. Idempotent."""
+        self._scope.cancel()
+
     async def _run(self) -> None:
         try:
             with self._scope:

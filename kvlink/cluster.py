@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import anyio
-from anyio.abc import SocketAttribute, TaskGroup
+from anyio.abc import SocketAttribute, TaskGroup, TaskStatus
 
 from kvlink.acceptor import Acceptor
 from kvlink.config import ClusterConfig, default_listen, parse_address, parse_nbytes
@@ -80,6 +80,7 @@ class Cluster(LinkCalls):
         self.config = config or ClusterConfig()
         self.incarnation = secrets.token_bytes(16)
         self._address: str | None = None
+        self._host: TaskGroup | None = None
         self._tasks: TaskGroup | None = None
         self._store: CacheStore | None = None
         self._links: LinkTable | None = None
@@ -126,10 +127,12 @@ class Cluster(LinkCalls):
             raise ClosedError("a Cluster is entered once; make a new one")
         config = self.config
         store = await anyio.to_thread.run_sync(CacheStore.create, self._pool_nbytes, self._host_pool_nbytes, config)
-        tasks = anyio.create_task_group()
-        await tasks.__aenter__()
-        self._tasks, self._store = tasks, store
+        self._store = store
+        self._host = anyio.create_task_group()
+        await self._host.__aenter__()
         try:
+            # Our tasks live in a group of their own, inside a task: ending them never cancels the body of the caller.
+            tasks = self._tasks = await self._host.start(_hold_tasks)
             self._copier = Copier(
                 num_threads=config.num_copy_threads,
                 inline_nbytes=config.inline_nbytes,
@@ -152,23 +155,26 @@ class Cluster(LinkCalls):
             self._manager = KvCacheManager(store, self._links, config, lambda: self._role, local, tasks)
             await self._open_listener()
             tasks.start_soon(self._tick)
-        except BaseException as exc:
-            await self.aclose()
-            await tasks.__aexit__(type(exc), exc, exc.__traceback__)
+        except BaseException:
+            await self._leave()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        assert self._tasks is not None
+        await self._leave()
+        return None
+
+    async def _leave(self) -> None:
+        """Close, end our tasks, and wait for them."""
+        assert self._host is not None
         try:
             await self.aclose()
         finally:
-            self._tasks.cancel_scope.cancel()
+            (self._tasks or self._host).cancel_scope.cancel()
             # What the body raised passes through unwrapped: our tasks never fail, so there is nothing to add to it.
-            await self._tasks.__aexit__(None, None, None)
-        return None
+            await self._host.__aexit__(None, None, None)
 
     async def aclose(self) -> None:
         """Close in good order: links say goodbye, what is in flight may end, within `close_timeout_s`. Idempotent.
@@ -200,9 +206,9 @@ class Cluster(LinkCalls):
         self._is_closed = True
         if self._links is not None:
             self._links.abort_all("the cluster was aborted")
+        if self._acceptor is not None:
+            self._acceptor.abort()
         self._release()
-        if self._tasks is not None:
-            self._tasks.cancel_scope.cancel()
 
     def _release(self) -> None:
         if self._links is not None:
@@ -301,3 +307,10 @@ class Cluster(LinkCalls):
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "new" if self._store is None else "open"
         return f"<Cluster {self.cluster_id} {self._role.name} {state}>"
+
+
+async def _hold_tasks(*, task_status: TaskStatus[TaskGroup]) -> None:
+    """Be the parent of a cluster's tasks until they are cancelled."""
+    async with anyio.create_task_group() as tasks:
+        task_status.started(tasks)
+        await anyio.sleep_forever()

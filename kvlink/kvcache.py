@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections import deque
@@ -45,7 +46,7 @@ class KvCache:
         self.store = store
         self._entry = entry
         self._tensors = tensors
-        self._finalizer = weakref.finalize(self, _forget, forgotten, entry.cache_id)
+        self._finalizer = weakref.finalize(self, _forget, forgotten, entry.cache_id, os.getpid())
         self._finalizer.atexit = False
 
     @property
@@ -113,7 +114,9 @@ class KvCache:
         )
 
 
-def _forget(forgotten: deque[int], cache_id: int) -> None:
+def _forget(forgotten: deque[int], cache_id: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child lets go of its copy of the handle; the cache is the parent's
     forgotten.append(cache_id)
     warnings.warn(
         f"cache {cache_id} was garbage-collected without deallocate_cache; its memory goes back to the pool",

@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 import platform
+import weakref
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,9 @@ class Segment:
                 largest_hole=0,
             ) from exc
         self.fd = fd
+        # Also when nobody closes it: a segment that is dropped, by a cancelled start for one, keeps nothing.
+        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer.atexit = False
         self.nbytes = nbytes
         self.memory: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
 
@@ -165,7 +169,7 @@ class Segment:
     def close(self) -> None:
         """Give up our descriptor and our references; the mapping itself ends with the last view. Idempotent."""
         if self.fd >= 0:
-            os.close(self.fd)
+            self._closer()
             self.fd = -1
             del self.memory, self._mapping
 

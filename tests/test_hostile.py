@@ -572,7 +572,8 @@ def _ready_first(stranger: Stranger) -> None:
 
 
 def _nonsense_role(stranger: Stranger) -> None:
-    _accept_channel(stranger, hello(role=99), _share_well)
+    stranger.say(hello(role=99))
+    stranger.hear_end()
 
 
 def _rubbish_descriptors(stranger: Stranger) -> None:
@@ -581,11 +582,6 @@ def _rubbish_descriptors(stranger: Stranger) -> None:
 
 def _malformed_descriptors(stranger: Stranger) -> None:
     _accept_channel(stranger, hello(), _malformed)
-
-
-def _share_well(channel: socket.socket) -> None:
-    with memfds(8192, 8192) as descriptors:
-        send_regions(channel, [SharedRegion(POOL, 8192, True), SharedRegion(STATE, 8192, True)], descriptors)
 
 
 def _accept_channel(stranger: Stranger, ours: Hello, send: Callable[[socket.socket], None]) -> None:
