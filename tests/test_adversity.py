@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import kvlink as kv
 from tests.support import inside
-from tests.support.loops import asyncio_and_uvloop, eventually, every_loop
+from tests.support.loops import asyncio_and_uvloop, eventually, every_loop, until
 from tests.support.pair import RUBBISH, SLOW, Pair, pair
 from tests.support.pattern import expect, fill, read_stamp, rows
 from tests.support.peer import spawn_peer
@@ -41,7 +43,7 @@ async def attempt(p: Pair, outcome: list[Any], **options: Any) -> None:
 @pytest.mark.stress
 @pytest.mark.parametrize("chunks", ["inline", "threads"])
 async def test_a_pull_never_takes_a_newer_caches_bytes_for_the_old_ones(chunks: str) -> None:
-    """The owner frees and refills the same memory at random moments: right bytes of one cache, or CacheNotFoundError."""
+    """The owner frees and refills the same memory at random: right bytes of one cache, or CacheNotFoundError."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     # Inline: one large copy on the loop. Threads: many chunks, the owner's changes fall in between.
@@ -49,7 +51,12 @@ async def test_a_pull_never_takes_a_newer_caches_bytes_for_the_old_ones(chunks: 
     async with pair(kv.CacheDesc(8, (256, 4096), "uint8"), config=config, pool="16MiB") as p:
         await p.owner.call("deallocate", cache=p.handle)
         churning = p.owner.start(
-            "churn", num_tensors=8, shape=list(p.desc.shape), model_id=0, seed=seed, pause_s=0.012 if chunks == "inline" else 0.3
+            "churn",
+            num_tensors=8,
+            shape=list(p.desc.shape),
+            model_id=0,
+            seed=seed,
+            pause_s=0.012 if chunks == "inline" else 0.3,
         )
         num_right = num_gone = 0
         last = p.handle
@@ -58,8 +65,7 @@ async def test_a_pull_never_takes_a_newer_caches_bytes_for_the_old_ones(chunks: 
             assert time.monotonic() < deadline + 20, f"{num_right} pulls succeeded and {num_gone} failed"
             try:
                 await p.pull(timeout_s=10)
-            except kv.CacheNotFoundError as exc:
-                assert exc.peer == 1
+            except kv.CacheNotFoundError:
                 num_gone += 1
             else:
                 stamp = read_stamp(p.cache.tensors[0], 0)
@@ -105,9 +111,7 @@ async def test_a_lease_keeps_the_memory_until_the_reader_has_done() -> None:
                 assert not outcome, "the pull was over before the test had begun"
             # The bytes that the pull has brought are right in any case; whether it may say so is another test's matter.
             expect(cache.tensors, owner.stamp(handle))
-            with anyio.fail_after(5):
-                while (await owner.call("usage"))["pool_nbytes"]:
-                    await anyio.sleep(0.002)
+            await until(partial(owner.call, "usage"), lambda usage: not usage["pool_nbytes"], within_s=5)
             await owner.call("allocate_blocks", num_tensors=4, shape=[2, 2**22])
             manager.deallocate_cache(cache)
 
@@ -319,7 +323,7 @@ async def test_a_stopped_reader_does_not_hold_the_memory_for_ever() -> None:
 
 @every_loop
 async def test_a_cancelled_pull_is_quiet_when_it_has_ended() -> None:
-    """Cancelled at random moments it ends soon; from then on no byte of the destination changes and `is_quiet` is true."""
+    """Cancelled at random moments it ends soon; from then on no destination byte changes and `is_quiet` is true."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -353,13 +357,14 @@ async def test_a_pull_with_a_tiny_deadline_is_quiet_when_it_has_ended() -> None:
     """`fail_after` around it, or its own `timeout_s`: a time-out, and nothing is written any more."""
     async with pair(BIG, config=SLOW) as p:
         await p.warm_up()
+
+        async def pull_within() -> None:
+            with anyio.fail_after(0.001):
+                await p.pull()
+
         for index in range(6):
             with pytest.raises(TimeoutError):
-                if index % 2:
-                    await p.pull(timeout_s=0.001)
-                else:
-                    with anyio.fail_after(0.001):
-                        await p.pull()
+                await (pull_within() if index % 2 else p.pull(timeout_s=0.001))
             assert p.cache.is_quiet()
             before = snapshot(p.cache)
             await anyio.sleep(0.005)
@@ -400,15 +405,13 @@ async def test_a_cancelled_leased_pull_gives_its_lease_back() -> None:
             (await here.link_clusters([owner.info])).raise_for_status()
             manager = here.kv_cache_manager
             cache = manager.allocate_cache(kv.CacheDesc(4, (1, 2**23), "uint8"))
-            # Sixty around the moment at which the answer comes, and some in the middle of the copy.
-            for after_s in [*(chance.random() * 0.0015 for _ in range(60)), 0.005, 0.02, 0.05]:
+            # Sixty around the moment at which the answer comes, and some in the middle of the copy. With an offset, a
+            # pull that was too fast to be cancelled does not take the key with it.
+            for after_s in [*(chance.random() * 0.0015 for _ in range(60)), 0.004, 0.006, 0.008]:
                 with anyio.move_on_after(after_s):
-                    await manager.pull_cache(kv.CacheKey(1, 7), cache)
-                    pytest.fail("that was too fast")
+                    await manager.pull_cache(kv.CacheKey(1, 7), cache, src_cache_offset=0)
                 assert cache.is_quiet()
-            with anyio.fail_after(5):
-                while (await owner.call("usage"))["read_leases"]:
-                    await anyio.sleep(0.002)
+            await until(partial(owner.call, "usage"), lambda usage: not usage["read_leases"], within_s=5)
             await manager.pull_cache(kv.CacheKey(1, 7), cache)
             expect(cache.tensors, owner.stamp(handle))
             manager.deallocate_cache(cache)
@@ -454,7 +457,7 @@ async def test_the_loop_stays_free_during_a_large_pull() -> None:
         await p.pull([0], [0])
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(tick)
-            await anyio.sleep(0)
+            await anyio.lowlevel.checkpoint()
             num_ticks = 0
             report = await p.pull()
             during = num_ticks

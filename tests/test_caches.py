@@ -107,7 +107,7 @@ class Owner:
     def pull(self, target: Target, tensors: tuple[int, int] | None = (0, 4)) -> CacheEntry:
         """Do what a pull does here: find and lease, then give back with what was read; None as "with offset"."""
         entry, slot, name = self.table.find(target)
-        lease = self.leases.open_read(DECODER, entry, slot, name, FOREVER).number
+        lease = self.leases.open_read(DECODER, entry, slot, name, FOREVER)
         self.leases.close_read(DECODER, lease, tensors)
         return entry
 
@@ -412,9 +412,9 @@ def test_what_never_releases_a_key(owner: Owner) -> None:
         owner.pull(by_id(entry.cache_id, 2))
         owner.pull(by_key(request(0)), None)
         owner.leases.close_write(DECODER, owner.leases.open_write(DECODER, entry))
-        owner.leases.open_read(DECODER, entry, 0, request(0), 5.0).number
+        owner.leases.open_read(DECODER, entry, 0, request(0), 5.0)
         owner.leases.expire(5.0)
-        owner.leases.open_read(DECODER, entry, 0, request(0), FOREVER).number
+        owner.leases.open_read(DECODER, entry, 0, request(0), FOREVER)
         owner.leases.drop_readers(DECODER)
     assert set(entry.keys) == {request(0), prefix(1), blocks()}
 
@@ -423,7 +423,7 @@ def test_a_late_report_releases_nothing_that_came_later(owner: Owner) -> None:
     """A reader that reports after its key was removed and bound to another cache does not release the new one."""
     old = owner.allocate([request(0)])
     found = owner.table.find(by_key(request(0)))
-    lease = owner.leases.open_read(DECODER, *found, FOREVER).number
+    lease = owner.leases.open_read(DECODER, *found, FOREVER)
     owner.table.remove_key(request(0))
     new = owner.allocate([request(0)])
     owner.leases.close_read(DECODER, lease, (0, 4))
@@ -436,7 +436,7 @@ def test_two_readers_of_one_key(owner: Owner) -> None:
     entry = owner.allocate([request(0)])
     owner.table.drop_id(entry.cache_id)
     leases = [
-        owner.leases.open_read(holder, *owner.table.find(by_key(request(0))), FOREVER).number
+        owner.leases.open_read(holder, *owner.table.find(by_key(request(0))), FOREVER)
         for holder in (DECODER, OTHER)
     ]
     owner.leases.close_read(DECODER, leases[0], (0, 4))
@@ -603,7 +603,7 @@ def test_example_9(owner: Owner) -> None:
 def test_example_10(owner: Owner) -> None:
     """The end of every link, as before a switch of roles, leaves keys bound and caches valid (section 7, 10)."""
     entry = owner.allocate([request(0)])
-    owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER).number
+    owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER)
     owner.leases.open_write(DECODER, entry)
     owner.leases.drop_readers(DECODER)
     owner.leases.drop_writers(DECODER)
@@ -721,7 +721,7 @@ def test_the_word_of_an_ended_cache_is_used_again_once(owner: Owner) -> None:
     for is_pulled in (True, False):
         entry = owner.allocate([request(0)])
         owner.table.drop_id(entry.cache_id)
-        lease = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER).number
+        lease = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER)
         if not is_pulled:
             owner.table.remove_key(request(0))
         owner.leases.close_read(DECODER, lease, (0, 4))
@@ -734,7 +734,7 @@ def test_the_word_of_an_ended_cache_is_used_again_once(owner: Owner) -> None:
 def test_a_silent_reader_defers_nothing_for_ever(owner: Owner) -> None:
     """A read lease ends when its time is up, not earlier; what the reader says later is passed over."""
     entry = owner.allocate([request(0)])
-    lease = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), 10.0).number
+    lease = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), 10.0)
     owner.leases.expire(9.999)
     assert owner.leases.num_reads == 1
     owner.leases.expire(10.0)
@@ -778,7 +778,7 @@ def test_a_writer_has_one_lease_per_cache(owner: Owner) -> None:
 def test_a_lease_is_its_holders(owner: Owner) -> None:
     """Another peer cannot end it, nor can it be ended twice; an unknown number is passed over."""
     entry = owner.allocate([request(0)])
-    reading = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER).number
+    reading = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER)
     writing = owner.leases.open_write(DECODER, entry)
     owner.leases.close_read(OTHER, reading, (0, 4))
     owner.leases.close_write(OTHER, writing)

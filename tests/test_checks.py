@@ -15,6 +15,7 @@ from kvlink.checks import (
     Tensors,
     check_blocks,
     check_geometry,
+    check_layer_range,
     check_layer_width,
     check_layers,
     check_same_kind,
@@ -272,6 +273,32 @@ def test_bad_layers_are_refused_by_name(layers: Any, width: int, error: type, fr
         check_layers("src_layer_range", layers, 12, width)
     for fragment in fragments:
         assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("layers", [None, range(0), range(5, 2), range(3, 3, -1), range(7), range(10**9, 10**9 + 1)])
+def test_a_range_may_be_good_for_some_cache(layers: range | None) -> None:
+    """Before the cache is known, any range of step 1 from 0 or later passes, and so does what means all layers."""
+    check_layer_range("src_layer_range", layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "error"),
+    [
+        (range(-1, 2), ParameterValueError),
+        (range(0, 6, 2), ParameterValueError),
+        (range(5, 0, -1), ParameterValueError),
+        ([0, 1], ParameterTypeError),
+        (0, ParameterTypeError),
+        ("", ParameterTypeError),
+        (False, ParameterTypeError),
+    ],
+    ids=repr,
+)
+def test_a_range_that_is_good_for_no_cache_is_refused(layers: object, error: type) -> None:
+    """Another step, a start below 0 and what is no range are refused by name and value, whatever the cache."""
+    with pytest.raises(error, match="^src_layer_range must ") as caught:
+        check_layer_range("src_layer_range", layers)
+    assert repr(layers) in str(caught.value)
 
 
 # ---- do the two caches fit?

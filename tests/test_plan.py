@@ -16,7 +16,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlink.geometry import TensorRun, join_tensors, select_runs
+from kvlink.geometry import TensorRun, join_tensors, select_runs, tensor_at
 from kvlink.plan import BlockNumbers, Extent, Piece, join_blocks, restage, scatter_slot, spread, total_nbytes
 from kvlink.pool import Bytes
 
@@ -456,6 +456,23 @@ def test_join_tensors_by_example() -> None:
     assert join_tensors([(0, 0), (0, 512), (0, 1024)]) == (TensorRun(0, 0, 512, 3),)
     assert join_tensors([(0, 1024), (0, 512), (0, 0)]) == (TensorRun(0, 1024, -512, 3),)
     assert join_tensors([(0, 0), (1, 512)]) == (TensorRun(0, 0, 0, 1), TensorRun(1, 512, 0, 1))
+
+
+@given(
+    st.integers(1, 6), st.integers(0, 4), st.booleans(), st.integers(0, 40), st.integers(1, 5), st.integers(-10, 120)
+)
+def test_tensor_at_finds_the_tensor_that_has_a_byte(
+    tensor_nbytes: int, gap: int, is_backwards: bool, offset: int, num_tensors: int, place: int
+) -> None:
+    """Every byte of every tensor is found with its distance from the tensor's first; bytes between them are nobody's."""
+    stride = (tensor_nbytes + gap) * (-1 if is_backwards else 1)
+    run = TensorRun(0, offset, stride if num_tensors > 1 else 0, num_tensors)
+    expected = [
+        (index, place - start)
+        for index, (_, start) in enumerate(places_of([run]))
+        if 0 <= place - start < tensor_nbytes
+    ]
+    assert tensor_at(run, place, tensor_nbytes) == (expected[0] if expected else None)
 
 
 @settings(max_examples=200, deadline=None)

@@ -110,7 +110,7 @@ async def test_block_numbers_may_come_as_arrays(as_blocks: Callable[[list[int]],
 async def test_layer_ranges_choose_tensors_on_either_side() -> None:
     """Layers 1 and 2 of the peer land in layers 0 and 1 of ours; other layers are not touched."""
     async with pair() as p:
-        await p.pull([3, 4], [7, 9], src_layer_range=range(1, 3), dst_layer_range=range(0, 2))
+        await p.pull([3, 4], [7, 9], src_layer_range=range(1, 3), dst_layer_range=range(2))
         expect(p.cache.tensors[:4], p.stamp, [7, 9], src_blocks=[3, 4], src_tensor=2)
         expect(p.cache.tensors[:4], RUBBISH, [0, 8])
         for index in range(4, 8):
@@ -280,7 +280,8 @@ async def test_request_keys_over_processes() -> None:
 async def test_empty_lists_move_nothing() -> None:
     """Empty lists are a pull of nothing: a report, no round trip, no byte."""
     async with pair() as p:
-        for empty in ([], (), np.array([], np.int64), np.array([])):
+        nothing: tuple[Any, ...] = ([], (), np.array([], np.int64), np.array([]))
+        for empty in nothing:
             report = await p.manager.pull_blocks(p.key, p.cache, empty, empty)
             assert (report.nbytes, report.done, report.num_extents) == (0, (), 0)
         assert p.link.stats.round_trips == 0
@@ -326,13 +327,13 @@ WRONG: dict[str, tuple[type[Exception], tuple[str, ...], Call]] = {
     "destination that is no cache": (
         kv.ParameterError,
         ("array(",),
-        lambda p: p.manager.pull_blocks(p.key, p.cache.tensors[0], [0], [0]),
+        lambda p: p.manager.pull_blocks(p.key, p.cache.tensors[0], [0], [0]),  # type: ignore[arg-type]  # on purpose
     ),
     "layers out of range": (kv.ParameterError, ("range(0, 5)",), lambda p: p.pull([0], [0], dst_layer_range=range(5))),
     "source layers out of range": (
         kv.ParameterError,
         ("range(3, 9)",),
-        lambda p: p.pull([0], [0], src_layer_range=range(3, 9), dst_layer_range=range(0, 4)),
+        lambda p: p.pull([0], [0], src_layer_range=range(3, 9), dst_layer_range=range(4)),
     ),
     "layers of unequal number": (
         kv.ParameterError,

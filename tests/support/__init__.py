@@ -1,1 +1,1 @@
-"""What the multi-process tests stand on: a peer in a process of its own, memory whose bytes say whose they are, loops."""
+"""What the multi-process tests stand on: peers in processes of their own, bytes that say whose they are, loops."""

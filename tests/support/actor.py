@@ -196,7 +196,7 @@ async def serve(talk: socket.socket, settings: dict[str, Any]) -> None:
             if isinstance(value, Awaitable):
                 value = await value
         except Exception as exc:  # told to the parent, which raises it
-            described = {"kind": type(exc).__name__, "text": str(exc)}
+            described: dict[str, Any] = {"kind": type(exc).__name__, "text": str(exc)}
             if isinstance(exc, kv.KVLinkError):
                 described |= {"status": exc.status, "peer": exc.peer, "phase": exc.phase}
             answer(number, error=described)

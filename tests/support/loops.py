@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import anyio
 import pytest
 
+_T = TypeVar("_T")
 _LOOPS: dict[str, tuple[str, dict[str, bool]]] = {
     "asyncio": ("asyncio", {"use_uvloop": False}),
     "uvloop": ("asyncio", {"use_uvloop": True}),
@@ -34,7 +35,8 @@ def on_loops(*names: str, timeout_s: float = TEST_TIMEOUT_S) -> Callable[[AsyncT
         run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # what pytest reads the fixtures from
             parameters=[*signature.parameters.values(), parameter], return_annotation=None
         )
-        return pytest.mark.parametrize("loop_name", names)(run)
+        decorated: Callable[..., None] = pytest.mark.parametrize("loop_name", names)(run)
+        return decorated
 
     return decorate
 
@@ -59,7 +61,18 @@ every_loop = on_loops("asyncio", "uvloop", "trio")
 async def eventually(is_so: Callable[[], object], what: str, *, within_s: float = 10.0) -> None:
     """Return as soon as `is_so` is true; fail, saying `what` was waited for, when it is not in time."""
     with anyio.move_on_after(within_s):
-        while not is_so():
+        while not is_so():  # noqa: ASYNC110  # what is waited for has no event, or lies in another process
             await anyio.sleep(0.002)
         return
     pytest.fail(f"not within {within_s} s: {what}")
+
+
+async def until(ask: Callable[[], Awaitable[_T]], is_so: Callable[[_T], object], *, within_s: float = 10.0) -> _T:
+    """Ask again and again until the answer is as it should be, and return it; fail with the last answer otherwise."""
+    answer = await ask()
+    with anyio.move_on_after(within_s):
+        while not is_so(answer):
+            await anyio.sleep(0.002)
+            answer = await ask()
+        return answer
+    pytest.fail(f"not within {within_s} s; the last answer was {answer!r}")

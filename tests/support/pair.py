@@ -1,12 +1,10 @@
-"""The commonest scene: an owner in a process of its own with one paged cache, and a cluster here that is linked to it."""
+"""The commonest scene: an owner of one paged cache in a process of its own, and a cluster here that is linked to it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
-
-import anyio
 
 import kvlink as kv
 from tests.support import inside
@@ -14,7 +12,7 @@ from tests.support.loops import eventually
 from tests.support.pattern import Stamp, expect, fill
 from tests.support.peer import Peer, spawn_peer
 
-SLOW = {"inline_nbytes": 0, "chunk_nbytes": 4096, "copy_threads": 1}
+SLOW: dict[str, Any] = {"inline_nbytes": 0, "chunk_nbytes": 4096, "copy_threads": 1}
 """Settings that make a large pull of many small chunks, so that there is time to do something in the middle of it."""
 
 RUBBISH = Stamp(250, 250, 65000)
@@ -59,10 +57,8 @@ class Pair:
         """Our link to the owner."""
         return inside.link_to(self.here, self.owner.cluster_id)
 
-    async def pull(
-        self, src_blocks: Sequence[int] | None = None, dst_blocks: Sequence[int] | None = None, **options: Any
-    ) -> kv.TransferReport:
-        """Pull blocks, all of them unless told otherwise."""
+    async def pull(self, src_blocks: Any = None, dst_blocks: Any = None, **options: Any) -> kv.TransferReport:
+        """Pull blocks, all of them unless told otherwise. Takes anything, so that the wrong things can be tried."""
         source = self.blocks if src_blocks is None else src_blocks
         return await self.manager.pull_blocks(
             self.key, self.cache, source, source if dst_blocks is None else dst_blocks, **options
@@ -123,6 +119,5 @@ async def pair(
             try:
                 yield made
             finally:
-                with anyio.CancelScope(shield=True):
-                    if made.cache.is_valid:
-                        made.manager.deallocate_cache(made.cache)
+                if made.cache.is_valid:
+                    made.manager.deallocate_cache(made.cache)

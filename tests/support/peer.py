@@ -267,24 +267,7 @@ async def spawn_peer(
         "config": config or {},
         "max_fds": max_fds,
     }
-    ours, theirs = socket.socketpair()
-    log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by Peer.end
-    try:
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, *python, "-m", "tests.support.actor", json.dumps(settings)],
-                stdin=theirs,
-                stdout=theirs,
-                stderr=log,
-                cwd=REPOSITORY,
-                env={**os.environ, **PATHS, **(environ or {})},
-                start_new_session=True,  # an interrupt from the terminal is the test's business
-            )
-    except BaseException:
-        ours.close()
-        log.close()
-        raise
-    peer = Peer(process, ours, log)
+    peer = _start(settings, environ or {}, python)
     try:
         peer.cluster_id, peer.life = cluster_id, life
         peer.address = await peer.result(0, "starting", within_s=CALL_TIMEOUT_S)
@@ -296,3 +279,24 @@ async def spawn_peer(
         raise
     finally:
         peer.end()
+
+
+def _start(settings: dict[str, Any], environ: Mapping[str, str], python: Sequence[str]) -> Peer:
+    ours, theirs = socket.socketpair()
+    log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by Peer.end
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, *python, "-m", "tests.support.actor", json.dumps(settings)],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=log,
+                cwd=REPOSITORY,
+                env={**os.environ, **PATHS, **environ},
+                start_new_session=True,  # an interrupt from the terminal is the test's business
+            )
+    except BaseException:
+        ours.close()
+        log.close()
+        raise
+    return Peer(process, ours, log)
