@@ -34,7 +34,7 @@ from kvlink.caches import CacheEntry, CacheTable
 from kvlink.errors import CacheNotFoundError, OutOfMemoryError, ParameterError, StatusCode
 from kvlink.geometry import CacheDesc, CacheGeometry, TensorRun
 from kvlink.keys import ABSENT, BlocksCacheKey, CacheKey, KeyName
-from kvlink.leases import LeaseBook
+from kvlink.leases import LeaseBook, ReadLease
 from kvlink.pool import Bytes, Pool, Segment
 from kvlink.stateregion import ENDED, StateRegion
 from kvlink.wire import Target
@@ -78,6 +78,7 @@ class Owner:
         self.table = CacheTable(self.state, self._free)
         self.table.on_ended = self._on_ended
         self.leases = LeaseBook(self.table, self.state)
+        self.given: list[ReadLease] = []
         self.ended: list[int] = []
         self.freed: list[int] = []
 
@@ -104,11 +105,19 @@ class Owner:
         self.table.watch_views(entry, root)
         return root
 
+    def open_read(
+        self, holder: bytes, entry: CacheEntry, slot: int, name: KeyName | None, expires_at: float
+    ) -> ReadLease:
+        """Give a read lease, and remember it for `_free`."""
+        lease = self.leases.open_read(holder, entry, slot, name, expires_at)
+        self.given.append(lease)
+        return lease
+
     def pull(self, target: Target, tensors: tuple[int, int] | None = (0, 4)) -> CacheEntry:
         """Do what a pull does here: find and lease, then give back with what was read; None as "with offset"."""
         entry, slot, name = self.table.find(target)
-        lease = self.leases.open_read(DECODER, entry, slot, name, FOREVER)
-        self.leases.close_read(DECODER, lease, tensors)
+        lease = self.open_read(DECODER, entry, slot, name, FOREVER)
+        self.leases.close_read(DECODER, lease.number, tensors)
         return entry
 
     def has(self, target: Target) -> bool:
@@ -123,6 +132,10 @@ class Owner:
         """Whether a peer that was told of this cache would still trust what it reads there."""
         return int(self.words[entry.word]) == entry.generation
 
+    def is_running(self, lease: ReadLease) -> bool:
+        """Whether a peer that was given this lease would still trust what it reads under it."""
+        return int(self.words[lease.word]) == lease.generation
+
     def is_freed(self, entry: CacheEntry) -> bool:
         return entry.cache_id in self.freed
 
@@ -135,11 +148,13 @@ class Owner:
     def _on_ended(self, entry: CacheEntry) -> None:
         assert entry.cache_id not in self.ended
         assert not self.has(by_id(entry.cache_id))
+        assert not self.is_valid(entry), "the state word changes before anything else"
         assert not self.is_freed(entry)
         self.ended.append(entry.cache_id)
 
     def _free(self, entry: CacheEntry) -> None:
         assert not self.is_valid(entry), "the state word changes before the memory may be used again"
+        assert not any(self.is_running(lease) for lease in self.given if lease.entry is entry)
         assert self.ended.count(entry.cache_id) == 1
         assert not self.is_freed(entry), "freed twice"
         self.freed.append(entry.cache_id)
@@ -321,10 +336,11 @@ def test_four_slots_two_keys_and_a_placeholder(owner: Owner) -> None:
 
 
 def test_the_state_word_changes_exactly_when_the_last_reference_goes(owner: Owner) -> None:
-    """Neither a key that is left nor the id lets it change early; pins, writers and views do not let it change late."""
+    """Neither a key that is left nor the id lets it change early; pins, leases and views do not let it change late."""
     entry = owner.allocate([request(0), request(1)])
     view = owner.view(entry)
     lease = owner.leases.open_write(DECODER, entry)
+    reading = owner.open_read(DECODER, entry, 0, None, FOREVER)
     owner.table.pin(entry)
     releases: list[Callable[[], None]] = [
         lambda: owner.table.remove_key(request(0)),
@@ -341,6 +357,7 @@ def test_the_state_word_changes_exactly_when_the_last_reference_goes(owner: Owne
     assert owner.freed == []
     owner.table.unpin(entry)
     owner.leases.close_write(DECODER, lease)
+    owner.leases.close_read(DECODER, reading.number, None)
     assert owner.freed == []
     del view
     owner.table.collect()
@@ -412,9 +429,9 @@ def test_what_never_releases_a_key(owner: Owner) -> None:
         owner.pull(by_id(entry.cache_id, 2))
         owner.pull(by_key(request(0)), None)
         owner.leases.close_write(DECODER, owner.leases.open_write(DECODER, entry))
-        owner.leases.open_read(DECODER, entry, 0, request(0), 5.0)
+        owner.open_read(DECODER, entry, 0, request(0), 5.0)
         owner.leases.expire(5.0)
-        owner.leases.open_read(DECODER, entry, 0, request(0), FOREVER)
+        owner.open_read(DECODER, entry, 0, request(0), FOREVER)
         owner.leases.drop_readers(DECODER)
     assert set(entry.keys) == {request(0), prefix(1), blocks()}
 
@@ -423,10 +440,10 @@ def test_a_late_report_releases_nothing_that_came_later(owner: Owner) -> None:
     """A reader that reports after its key was removed and bound to another cache does not release the new one."""
     old = owner.allocate([request(0)])
     found = owner.table.find(by_key(request(0)))
-    lease = owner.leases.open_read(DECODER, *found, FOREVER)
+    lease = owner.open_read(DECODER, *found, FOREVER)
     owner.table.remove_key(request(0))
     new = owner.allocate([request(0)])
-    owner.leases.close_read(DECODER, lease, (0, 4))
+    owner.leases.close_read(DECODER, lease.number, (0, 4))
     assert owner.table.find(by_key(request(0)))[0] is new
     assert owner.is_valid(old)
 
@@ -435,14 +452,11 @@ def test_two_readers_of_one_key(owner: Owner) -> None:
     """Of two pulls at the same time the first report releases the key, the second does nothing, neither is cut off."""
     entry = owner.allocate([request(0)])
     owner.table.drop_id(entry.cache_id)
-    leases = [
-        owner.leases.open_read(holder, *owner.table.find(by_key(request(0))), FOREVER)
-        for holder in (DECODER, OTHER)
-    ]
-    owner.leases.close_read(DECODER, leases[0], (0, 4))
+    leases = [owner.open_read(holder, *owner.table.find(by_key(request(0))), FOREVER) for holder in (DECODER, OTHER)]
+    owner.leases.close_read(DECODER, leases[0].number, (0, 4))
     assert not owner.has(by_key(request(0)))
     assert owner.freed == []
-    owner.leases.close_read(OTHER, leases[1], (0, 4))
+    owner.leases.close_read(OTHER, leases[1].number, (0, 4))
     assert owner.freed == [entry.cache_id]
 
 
@@ -603,7 +617,7 @@ def test_example_9(owner: Owner) -> None:
 def test_example_10(owner: Owner) -> None:
     """The end of every link, as before a switch of roles, leaves keys bound and caches valid (section 7, 10)."""
     entry = owner.allocate([request(0)])
-    owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER)
+    owner.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER)
     owner.leases.open_write(DECODER, entry)
     owner.leases.drop_readers(DECODER)
     owner.leases.drop_writers(DECODER)
@@ -698,48 +712,75 @@ def test_a_view_and_a_pin_both_keep_the_memory(owner: Owner) -> None:
 
 
 def test_a_leased_reader_may_finish(owner: Owner) -> None:
-    """A cache that ends during leased reads is found no more; the leases' own words and the memory stay for them."""
+    """A cache that ends during leased reads is valid no more, but each lease runs on, and the memory stays for them."""
     entry = owner.allocate([request(0)])
     found = owner.table.find(by_key(request(0)))
-    leases = [owner.leases.open_read(holder, *found, FOREVER) for holder in (DECODER, OTHER)]
+    leases = [owner.open_read(holder, *found, FOREVER) for holder in (DECODER, OTHER)]
     owner.table.remove_key(request(0))
     owner.table.drop_id(entry.cache_id)
     assert owner.ended == [entry.cache_id]
-    assert not owner.has(by_id(entry.cache_id))
     assert not owner.is_valid(entry)
-    for holder, lease in zip((DECODER, OTHER), leases, strict=True):
-        assert int(owner.words[lease.word]) == lease.generation
+    assert not owner.has(by_id(entry.cache_id))
+    for lease in leases:
+        assert owner.is_running(lease)
         assert owner.freed == []
-        owner.leases.close_read(holder, lease.number, (0, 4))
-        assert int(owner.words[lease.word]) == ENDED
+        owner.leases.close_read(lease.holder, lease.number, (0, 4))
+        assert not owner.is_running(lease)
     assert owner.freed == [entry.cache_id]
     assert owner.ended == [entry.cache_id]
 
 
-def test_the_word_of_an_ended_cache_is_used_again_once(owner: Owner) -> None:
-    """However references and readers end, the word is given to one later cache, not to two."""
-    for is_pulled in (True, False):
+def test_a_lost_reader_is_told_by_its_own_word(owner: Owner) -> None:
+    """When its link ends a reader's leases end, not those of others, and before the memory can be used again."""
+    entry = owner.allocate()
+    lost = [owner.open_read(DECODER, entry, slot, None, FOREVER) for slot in range(2)]
+    other = owner.open_read(OTHER, entry, 0, None, FOREVER)
+    owner.table.drop_id(entry.cache_id)
+    owner.leases.drop_readers(DECODER)
+    assert not any(map(owner.is_running, lost))
+    assert owner.is_running(other)
+    assert owner.freed == []
+
+
+def test_words_of_leases_and_caches_are_never_shared(owner: Owner) -> None:
+    """Each live cache and each open lease has a word of its own; all of them are used again."""
+    for _ in range(3):
         entry = owner.allocate([request(0)])
-        owner.table.drop_id(entry.cache_id)
-        lease = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER)
-        if not is_pulled:
-            owner.table.remove_key(request(0))
-        owner.leases.close_read(DECODER, lease, (0, 4))
-        owner.leases.close_read(DECODER, lease, (0, 4))
-        later = [owner.allocate() for _ in range(2)]
-        assert len({cache.word for cache in later}) == 2
-        assert all(owner.is_valid(cache) for cache in later)
+        leases = [owner.open_read(DECODER, entry, 0, None, FOREVER) for _ in range(3)]
+        later = owner.allocate()
+        assert {entry.word, later.word, *(lease.word for lease in leases)} == set(range(5))
+        for lease in leases:
+            owner.leases.close_read(DECODER, lease.number, None)
+            owner.leases.close_read(DECODER, lease.number, None)
+        owner.table.remove_key(request(0))
+        for cache in (entry, later, entry):
+            owner.table.drop_id(cache.cache_id)
+    assert not owner.words.any()
+
+
+def test_a_lease_without_a_word_is_not_given(owner: Owner) -> None:
+    """When all state words are in use a lease is refused, and the cache is not pinned for it."""
+    entry = owner.allocate()
+    for _ in range(owner.state.capacity - 1):
+        owner.state.begin()
+    with pytest.raises(OutOfMemoryError, match="max_caches"):
+        owner.open_read(DECODER, entry, 0, None, FOREVER)
+    assert owner.leases.num_reads == 0
+    owner.table.drop_id(entry.cache_id)
+    assert owner.freed == [entry.cache_id]
 
 
 def test_a_silent_reader_defers_nothing_for_ever(owner: Owner) -> None:
     """A read lease ends when its time is up, not earlier; what the reader says later is passed over."""
     entry = owner.allocate([request(0)])
-    lease = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), 10.0)
+    lease = owner.open_read(DECODER, *owner.table.find(by_key(request(0))), 10.0)
     owner.leases.expire(9.999)
     assert owner.leases.num_reads == 1
+    assert owner.is_running(lease)
     owner.leases.expire(10.0)
     assert owner.leases.num_reads == 0
-    owner.leases.close_read(DECODER, lease, (0, 4))
+    assert not owner.is_running(lease)
+    owner.leases.close_read(DECODER, lease.number, (0, 4))
     assert owner.has(by_key(request(0)))
     owner.table.drop_id(entry.cache_id)
     owner.table.remove_key(request(0))
@@ -778,19 +819,19 @@ def test_a_writer_has_one_lease_per_cache(owner: Owner) -> None:
 def test_a_lease_is_its_holders(owner: Owner) -> None:
     """Another peer cannot end it, nor can it be ended twice; an unknown number is passed over."""
     entry = owner.allocate([request(0)])
-    reading = owner.leases.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER)
+    reading = owner.open_read(DECODER, *owner.table.find(by_key(request(0))), FOREVER)
     writing = owner.leases.open_write(DECODER, entry)
-    owner.leases.close_read(OTHER, reading, (0, 4))
+    owner.leases.close_read(OTHER, reading.number, (0, 4))
     owner.leases.close_write(OTHER, writing)
     owner.leases.close_read(DECODER, writing, None)
-    owner.leases.close_write(DECODER, reading)
+    owner.leases.close_write(DECODER, reading.number)
     owner.leases.close_read(DECODER, 99, (0, 4))
     owner.leases.drop_readers(OTHER)
     owner.leases.drop_writers(OTHER)
     assert (owner.leases.num_reads, owner.leases.num_writes) == (1, 1)
     assert owner.has(by_key(request(0)))
     for _ in range(2):
-        owner.leases.close_read(DECODER, reading, None)
+        owner.leases.close_read(DECODER, reading.number, None)
         owner.leases.close_write(DECODER, writing)
     assert entry.pins == 0
 
@@ -856,6 +897,7 @@ class ModelLease:
     expires_at: float = FOREVER
     is_over: bool = False
     number: int = 0
+    word: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -1053,9 +1095,8 @@ class AgainstModel(RuleBasedStateMachine):
     def open_read(self, target: Target, lease: ModelLease, lasts: int) -> ModelLease:
         assert self.owner.table.find(target) == (lease.cache.entry, lease.slot, lease.name)
         lease.expires_at = self.now + lasts
-        lease.number = self.owner.leases.open_read(
-            lease.holder, lease.cache.entry, lease.slot, lease.name, lease.expires_at
-        ).number
+        given = self.owner.open_read(lease.holder, lease.cache.entry, lease.slot, lease.name, lease.expires_at)
+        lease.number, lease.word = given.number, (given.word, given.generation)
         self.leases.append(("read", lease))
         return lease
 
@@ -1132,13 +1173,16 @@ class AgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def the_words_tell_the_truth(self) -> None:
-        """A cache's word holds its generation exactly while something refers to it; each read lease has one more."""
-        valid = [cache for cache in self.all if cache.is_live]
-        reading = sum(len(self.open_leases("read", cache)) for cache in self.all)
+        """A cache's word holds exactly while something refers to it, and a read lease's exactly until it is over."""
         for cache in self.all:
-            assert self.owner.is_valid(cache.entry) is (cache in valid)
+            assert self.owner.is_valid(cache.entry) is cache.is_live
             assert (cache.entry.cache_id in self.owner.ended) is not cache.is_live
-        assert np.count_nonzero(self.owner.words) == len(valid) + reading
+        for kind, lease in self.leases:
+            if kind == "read":
+                word, generation = lease.word
+                assert (int(self.owner.words[word]) == generation) is not lease.is_over
+        num_valid = sum(cache.is_live for cache in self.all) + len(self.open_leases("read"))
+        assert np.count_nonzero(self.owner.words) == num_valid
 
     @invariant()
     def the_table_finds_what_is_bound(self) -> None:

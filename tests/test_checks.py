@@ -296,7 +296,7 @@ def test_a_range_may_be_good_for_some_cache(layers: range | None) -> None:
 )
 def test_a_range_that_is_good_for_no_cache_is_refused(layers: object, error: type) -> None:
     """Another step, a start below 0 and what is no range are refused by name and value, whatever the cache."""
-    with pytest.raises(error, match="^src_layer_range must ") as caught:
+    with pytest.raises(error, match=r"^src_layer_range must ") as caught:
         check_layer_range("src_layer_range", layers)
     assert repr(layers) in str(caught.value)
 

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlink import copying
-from kvlink.copying import Copier, Copy, copy_now, cut
+from kvlink.copying import Copier, Copy, copy_now, copy_rows, cut
 from kvlink.errors import ClosedError
 from kvlink.pool import Bytes, Segment
 
@@ -285,8 +285,9 @@ def test_rows_outside_of_the_memory_are_refused(
     else:
         outer[:] = 1
         copy = Copy(large, 0, 100, small, offset, stride, nbytes, num_rows)
-    with pytest.raises(ValueError):  # noqa: PT011  # whose words are numpy's
-        copy_now([copy])
+    for call in (partial(copy_now, [copy]), partial(copy_rows, *copy)):
+        with pytest.raises(ValueError):  # noqa: PT011  # whose words are numpy's
+            call()
     assert not copy.target.any()
     if side == "target":
         assert not outer.any()

@@ -464,7 +464,7 @@ def test_join_tensors_by_example() -> None:
 def test_tensor_at_finds_the_tensor_that_has_a_byte(
     tensor_nbytes: int, gap: int, is_backwards: bool, offset: int, num_tensors: int, place: int
 ) -> None:
-    """Every byte of every tensor is found with its distance from the tensor's first; bytes between them are nobody's."""
+    """Every byte of every tensor is found with its distance from the tensor's first; bytes between are nobody's."""
     stride = (tensor_nbytes + gap) * (-1 if is_backwards else 1)
     run = TensorRun(0, offset, stride if num_tensors > 1 else 0, num_tensors)
     expected = [

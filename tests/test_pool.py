@@ -124,6 +124,19 @@ def test_a_host_without_room_is_an_error() -> None:
     assert num_mappings() == 0
 
 
+def test_more_than_the_host_has_is_refused_before_any_of_it_is_taken() -> None:
+    """A pool that cannot fit is refused with what could be had; reserving it would make the kernel kill somebody."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 * PAGE, old[1]))  # so that nobody is, should the test fail
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"^the host can give \d+ bytes of memory now; ") as caught:
+            Segment.create(NAME, 2**60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert caught.value.needed == 2**60
+    assert 0 < caught.value.free == caught.value.largest_hole < 2**50
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EFBIG])
 @pytest.mark.parametrize("step", ["ftruncate", "posix_fallocate"])
 def test_every_way_of_having_no_room_is_out_of_memory(step: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +438,7 @@ def test_tensors_lie_at_one_constant_stride(wishes: list[tuple[int, int, bool]])
             else:
                 taken[offset] = end
             assert pool.used_nbytes == sum(stop - start for start, stop in taken.items())
-            assert pool.free_nbytes == pool.nbytes - pool.used_nbytes
+            assert pool.free_nbytes == pool.nbytes - pool.used_nbytes >= pool.largest_hole_nbytes
         for offset in taken:
             pool.free(offset)
         assert pool.free_nbytes == pool.nbytes == 1024 * 1024
@@ -446,6 +459,7 @@ def test_a_full_pool_says_how_full() -> None:
                 assert str(number) in str(error)
             assert error.status is StatusCode.LLM_DEVICE_OUT_OF_MEMORY
             assert pool.used_nbytes == 4 * PAGE
+            assert pool.largest_hole_nbytes == 2 * PAGE
         assert sorted(pool.allocate(PAGE, 2)[0] for _ in range(2)) == sorted([offsets[0], offsets[2]])
 
 
