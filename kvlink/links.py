@@ -115,7 +115,7 @@ class LinkTable:
             self._tasks.start_soon(self._run_attempt, attempt)
         attempt.num_waiting += 1
         try:
-            with anyio.move_on_at(deadline):
+            with anyio.CancelScope(deadline=deadline):
                 await attempt.settled.wait()
         finally:
             attempt.num_waiting -= 1
