@@ -248,6 +248,9 @@ class LinkTable:
                 )
         if self._attempts.get(peer) is attempt:
             del self._attempts[peer]
+        incoming = self._links.get(peer)
+        if incoming is not None and incoming.is_open:
+            attempt.error = None  # the peer's own connection has become the link
         attempt.settled.set()
         if link is not None:
             await link.run()
@@ -315,7 +318,8 @@ class LinkTable:
         attempt = self._attempts.get(peer)
         if attempt is not None:
             attempt.came_in.set()
-            attempt.dialling.cancel()
+            if peer < self._hello().cluster_id:  # else ours is the one that stays on both sides
+                attempt.dialling.cancel()
         return link
 
     def _closed(self, link: Link) -> None:

@@ -598,7 +598,7 @@ def test_the_limits_of_the_spec_are_the_defaults() -> None:
 
 
 def test_copy_threads_follow_the_machine() -> None:
-    """0 means one per core that this process may use, at most 4; any other number is that number."""
+    """0 means one per core that this process may use, but one, at most 4; any other number is that number."""
     cores = len(os.sched_getaffinity(0))
     assert ClusterConfig().num_copy_threads == max(1, min(4, cores - 1))
     assert ClusterConfig(copy_threads=9).num_copy_threads == 9
