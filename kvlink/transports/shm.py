@@ -234,12 +234,7 @@ class ShmEndpoint(Endpoint):
                     continue
                 segment = region.segment
                 if segment is None:
-                    if self._permit is not None:
-                        pid = self._channel.peer()[0] if self._permit == "peer" else None
-                        _log.warning(
-                            "letting %s copy this process's memory", f"process {pid}" if pid else "any process"
-                        )
-                        permit_tracing(pid)
+                    self._permit_tracing()
                     regions.append(SharedRegion(number, region.nbytes, False, True, region.address))
                     continue
                 regions.append(SharedRegion(number, segment.nbytes, True, for_writing))
@@ -248,6 +243,14 @@ class ShmEndpoint(Endpoint):
         finally:
             for fd in descriptors:
                 os.close(fd)
+
+    def _permit_tracing(self) -> None:
+        """Let the peer reach memory that is not in a memfd, where the settings ask for it; once, and with a line."""
+        permit, self._permit = self._permit, None
+        if permit is not None:
+            pid = self._channel.peer()[0] if permit == "peer" else None
+            _log.warning("letting %s copy this process's memory", "any process" if pid is None else f"process {pid}")
+            permit_tracing(pid)
 
     def _take(self, regions: tuple[SharedRegion, ...], descriptors: list[int]) -> None:
         remaining = deque(descriptors)
