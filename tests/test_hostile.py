@@ -401,12 +401,9 @@ async def test_descriptors_that_are_not_what_was_announced_are_refused(send: Cal
 
 
 @by_sender
-@pytest.mark.parametrize("victim_loop", ["asyncio", "trio"])
-async def test_descriptors_on_an_open_link_are_no_more_trusted(
-    send: Callable[[socket.socket], None], victim_loop: str
-) -> None:
+async def test_descriptors_on_an_open_link_are_no_more_trusted(send: Callable[[socket.socket], None]) -> None:
     """A peer that has linked and then sends rubbish on the descriptor socket harms at most its own link."""
-    async with scene(victim_loop) as here:
+    async with scene() as here:
         with Stranger.dial(here.victim.address) as stranger:
             stranger.link(1)
             assert stranger.channel is not None

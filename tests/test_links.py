@@ -17,7 +17,7 @@ import pytest
 import kvlink as kv
 from kvlink.wire import PROTOCOL_VERSION, Hello, Refuse
 from tests.support import inside
-from tests.support.loops import asyncio_and_uvloop, eventually, every_loop, until
+from tests.support.loops import asyncio_and_trio, asyncio_and_uvloop, eventually, every_loop, until
 from tests.support.pair import SLOW, pair
 from tests.support.pattern import Stamp, expect, fill
 from tests.support.peer import Peer, spawn_peer
@@ -62,7 +62,7 @@ def _has_no_link(cluster: kv.Cluster) -> bool:
 # Who is who
 
 
-@every_loop
+@asyncio_and_uvloop
 async def test_dialling_another_cluster_fails_on_both_sides() -> None:
     """The dialler's error names both ids and the address; neither side keeps a link, and the right id still links."""
     async with spawn_peer(1, "MIX", pool="4MiB") as peer, decoder() as here:
@@ -135,7 +135,6 @@ async def test_another_protocol_version_is_refused_by_number(version: int) -> No
             assert word in str(caught.value)
 
 
-@asyncio_and_uvloop
 async def test_linking_to_oneself_is_refused() -> None:
     """A cluster that dials its own address is told so."""
     async with mix(5) as here:
@@ -146,7 +145,7 @@ async def test_linking_to_oneself_is_refused() -> None:
         assert list(here.links) == []
 
 
-@every_loop
+@asyncio_and_trio
 async def test_of_two_processes_with_one_id_the_second_is_refused() -> None:
     """While the first lives its link works on; the second is told which id is taken, and gets in when it goes."""
     async with mix(1) as here, spawn_peer(2, "DECODER", pool="4MiB") as first:
@@ -185,7 +184,7 @@ async def test_the_same_id_on_both_sides_is_refused() -> None:
 # Nobody there
 
 
-@every_loop
+@asyncio_and_trio
 async def test_a_port_where_nobody_listens_fails_at_once() -> None:
     """The error names the cluster and the address, and others of the same call are linked."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -220,7 +219,6 @@ async def test_a_peer_that_never_answers_costs_the_deadline() -> None:
             assert list(here.links) == []
 
 
-@asyncio_and_uvloop
 async def test_a_stopped_process_costs_the_deadline() -> None:
     """The kernel accepts for a stopped process; the call ends by its deadline, and works when the process goes on."""
     async with spawn_peer(1, pool="4MiB") as peer, decoder() as here:
@@ -303,7 +301,6 @@ async def test_an_attempt_ends_with_its_last_caller() -> None:
             (await here.unlink_clusters([1])).raise_for_status()
 
 
-@asyncio_and_uvloop
 async def test_linking_twice_is_no_failure() -> None:
     """A second call is LLM_ALREADY_LINK, the same cluster twice in one call LLM_REPEAT_REQUEST; both are fine."""
     async with spawn_peer(1, pool="4MiB") as peer, decoder() as here:
@@ -398,7 +395,6 @@ async def test_unlinking_takes_both_halves_away() -> None:
         p.expect_all()
 
 
-@asyncio_and_uvloop
 async def test_unlinking_by_force_says_nothing() -> None:
     """Our half is gone at once, also when the peer is stopped; the peer finds out when it looks."""
     async with spawn_peer(1, pool="4MiB") as peer, decoder() as here:
@@ -446,7 +442,6 @@ async def test_unlinking_waits_for_a_pull_in_flight() -> None:
         assert list(p.here.links) == []
 
 
-@asyncio_and_uvloop
 async def test_two_unlinks_during_a_pull_both_end_with_it() -> None:
     """Both callers wait for the pull, and both are told that it worked, without waiting for a deadline."""
     desc = kv.CacheDesc(8, (1024, 4096), "uint8")
@@ -468,7 +463,7 @@ async def test_two_unlinks_during_a_pull_both_end_with_it() -> None:
         p.expect_all()
 
 
-@every_loop
+@asyncio_and_trio
 async def test_unlinking_a_stopped_peer_ends_by_the_deadline() -> None:
     """It cannot be told: LLM_NOTIFY_PROMPT_UNLINK_FAILED, and our half is gone all the same."""
     async with spawn_peer(1, pool="4MiB") as peer, decoder() as here:
@@ -515,7 +510,7 @@ async def test_the_owner_may_unlink_during_a_pull() -> None:
 # Asking for a sign of life
 
 
-@every_loop
+@asyncio_and_trio
 async def test_link_status_is_asked_of_each() -> None:
     """One alive, one stopped, one never linked: each gets its own answer, by the deadline, and links stay."""
     async with AsyncExitStack() as stack:
@@ -626,7 +621,6 @@ async def test_a_peer_that_restarts_is_linked_anew() -> None:
         manager.deallocate_cache(cache)
 
 
-@asyncio_and_uvloop
 async def test_a_restarted_peer_that_dials_replaces_its_old_self() -> None:
     """The newcomer dials before anybody has noticed that the old one is dead: it is let in, and only it is linked."""
     async with mix(1) as here:

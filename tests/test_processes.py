@@ -13,7 +13,7 @@ import pytest
 
 import kvlink as kv
 from tests.support import inside
-from tests.support.loops import asyncio_and_uvloop, every_loop
+from tests.support.loops import asyncio_and_trio, asyncio_and_uvloop, every_loop
 from tests.support.pair import RUBBISH, Pair, pair
 from tests.support.pattern import Stamp, expect, faults, fill
 from tests.support.peer import Peer, spawn_peer
@@ -41,7 +41,6 @@ async def test_the_owner_may_run_any_loop(owner_loop: str) -> None:
         p.expect_all()
 
 
-@every_loop
 async def test_one_source_block_fills_many() -> None:
     """A source block may be named more than once; each of its destinations gets all of it."""
     async with pair() as p:
@@ -60,7 +59,6 @@ async def test_any_data_type_and_shape(data_type: str, shape: tuple[int, ...]) -
         p.expect_all()
 
 
-@every_loop
 async def test_the_report_says_what_was_done() -> None:
     """Peer, transport, bytes, duration and the caller's own block numbers; the link's counters agree."""
     async with pair() as p:
@@ -166,7 +164,6 @@ async def test_fifty_pulls_at_once() -> None:
         assert p.link.stats.pulls == 50
 
 
-@asyncio_and_uvloop
 async def test_one_decoder_pulls_from_several_prompts() -> None:
     """Several links of one cluster work at the same time, each with its own caches."""
     async with AsyncExitStack() as stack:
@@ -193,7 +190,7 @@ async def test_one_decoder_pulls_from_several_prompts() -> None:
         here.kv_cache_manager.deallocate_cache(cache)
 
 
-@every_loop
+@asyncio_and_uvloop
 async def test_several_clusters_live_in_one_process() -> None:
     """Two decoders of this process pull from one prompt in it and from one outside, none disturbing the others."""
     desc = kv.CacheDesc(4, (32, 4096), "uint8")
@@ -247,7 +244,7 @@ async def test_a_ring_of_three_mix_clusters() -> None:
             await peer.call("deallocate", cache=2)
 
 
-@asyncio_and_uvloop
+@asyncio_and_trio
 async def test_request_keys_over_processes() -> None:
     """`pull_cache` takes the slot of a request, releases its key, and gives the memory back when all are pulled."""
     async with spawn_peer(1, pool="8MiB") as owner:
@@ -427,7 +424,6 @@ async def test_a_foreign_cache_is_refused() -> None:
             await p.manager.pull_blocks(p.key, gone, [0], [0])
 
 
-@every_loop
 async def test_the_owners_processor_is_not_needed() -> None:
     """A thousand pulls of a known cache cost the owner's process next to nothing: it is not asked."""
     async with pair() as p:
@@ -440,7 +436,6 @@ async def test_the_owners_processor_is_not_needed() -> None:
         assert p.owner.cpu_seconds() - before < 0.5
 
 
-@asyncio_and_uvloop
 async def test_pools_are_used_and_given_back() -> None:
     """What was allocated for a pull is free again afterwards, on both sides."""
     async with pair() as p:

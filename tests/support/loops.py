@@ -54,6 +54,7 @@ def run_on(loop_name: str, test: Callable[[], Coroutine[Any, Any, None]], *, tim
     anyio.run(bounded, backend=backend, backend_options=options)
 
 
+asyncio_and_trio = on_loops("asyncio", "trio")
 asyncio_and_uvloop = on_loops("asyncio", "uvloop")
 every_loop = on_loops("asyncio", "uvloop", "trio")
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.support.peer import PeerEndedError, spawn_peer
 HERE = Stamp(1, 2, 3)
 
 
-def tensors() -> list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
+def tensors() -> list[Any]:
     """Return two filled tensors of four blocks."""
     made = [np.zeros((4, 100), np.uint8) for _ in range(2)]
     fill(made, HERE)
