@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import anyio
 from anyio.abc import TaskGroup
 
@@ -26,6 +28,9 @@ from kvlink.wire import (
     Recall,
     Stage,
 )
+
+_MAX_LEASE_S: Final = 3600.0
+"""No peer keeps memory longer than this without its link being looked at again."""
 
 
 class CacheServer:
@@ -94,7 +99,7 @@ class CacheServer:
             entry, slot, name = store.table.find(target)
         lease, word, generation = 0, entry.word, entry.generation
         if isinstance(message, OpenRead):
-            expires_at = anyio.current_time() + message.lease_s
+            expires_at = anyio.current_time() + min(message.lease_s, _MAX_LEASE_S)
             lease, word, generation, *_ = store.leases.open_read(link.incarnation, entry, slot, name, expires_at)
         elif isinstance(message, OpenWrite):
             lease = store.leases.open_write(link.incarnation, entry)

@@ -251,6 +251,11 @@ class ShmEndpoint(Endpoint):
                 old = self._segments.pop(region.number, None)
                 if old is not None:
                     old.close()
+                    if old.nbytes != segment.nbytes:
+                        segment.close()
+                        raise ProtocolError(
+                            f"region {region.number} changes from {old.nbytes} to {region.nbytes} bytes"
+                        )
                 self._segments[region.number] = segment
                 if self._is_prefaulted:
                     self._copier.prefault(segment.memory, for_writing=region.is_writable)
