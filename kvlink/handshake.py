@@ -32,6 +32,7 @@ from kvlink.wire import FrameDecoder, Hello, Message, Ready, Refuse, encode
 
 _M = TypeVar("_M", Hello, Ready)
 
+_NO_FAILURES = frozenset({StatusCode.LLM_ALREADY_LINK, StatusCode.LLM_REPEAT_REQUEST})
 _ROLES = frozenset(int(role) for role in Role)
 CROSSED = "crossed"
 """The field of a `Refuse` that means: I am dialling you at this moment, and my connection is the one that stays."""
@@ -214,8 +215,10 @@ class _Conversation:
                 if isinstance(message, kind):
                     return message
                 if isinstance(message, Refuse):
-                    cause = error_for(message.status, "")
-                    raise _ToldError(f"{self._whom} refuses: {message.text}", field=message.field, status=cause.status)
+                    status = error_for(message.status, "").status
+                    if status in _NO_FAILURES:  # a refusal is one, whatever number comes with it
+                        status = StatusCode.LLM_LINK_FAILED
+                    raise _ToldError(f"{self._whom} refuses: {message.text}", field=message.field, status=status)
                 raise ProtocolError(f"{self._whom} sent {type(message).__name__} where {kind.__name__} was due")
             try:
                 received = await self._stream.receive()

@@ -76,7 +76,12 @@ class StateRegion:
         return word, self._generation
 
     def end(self, word: int) -> None:
-        """Make whatever is behind `word` invalid, visibly to all, before anything that the caller does next."""
+        """Make whatever is behind `word` invalid, visibly to all, before anything that the caller does next.
+
+        After `close` everything has ended already.
+        """
+        if not len(self._words):
+            return
         self._words[word] = ENDED
         order_memory()
         self._spare.append(word)
