@@ -239,7 +239,7 @@ async def test_a_cluster_is_entered_once_and_used_only_inside() -> None:
 
 async def nothing_new_since(before: Set[str]) -> None:
     """Wait until this process holds nothing more than `before`, but for the loop's own worker threads."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 15
     while new := [what for what in new_since(before, within_s=0) if "AnyIO worker" not in what]:
         assert time.monotonic() < deadline, new
         await anyio.sleep(0.01)
