@@ -99,9 +99,6 @@ class TransferWithCacheKeyConfig:
         return self.cache_key.cluster_id
 
 
-AnyConfig = TransferConfig | TransferWithCacheKeyConfig
-
-
 def _check_range(name: str, layers: object) -> None:
     if layers is None:
         return

@@ -15,7 +15,7 @@ from kvlink.link import Link
 from kvlink.links import LinkTable
 from kvlink.plan import Extent, Piece, join_blocks, scatter_slot, spread, total_nbytes
 from kvlink.pushes import put_checked
-from kvlink.views import open_write
+from kvlink.views import cache_of, open_write
 from kvlink.wire import LayerEvent, Target
 
 WIDTH: Final = 2
@@ -86,7 +86,7 @@ class LayerSender:
         link.begin()
         self._link = link
         if isinstance(self.config, TransferWithCacheKeyConfig):
-            grant = await self._grant(link, _target(self.config))
+            grant = await self._grant(link, cache_of(self.config.cache_key))
             geometry = grant.found.geometry
             check_same_kind(self._entry.geometry, geometry, is_by_block=self._moving.source is not None)
             if geometry.num_tensors < self.config.dst_layer_range.stop * WIDTH:
@@ -145,7 +145,7 @@ class LayerSender:
 
     async def _grant(self, link: Link, target: Target) -> WriteGrant:
         grant = await open_write(link, target, timeout_s=self._timeout_s)
-        if any(run.region in link.unreachable for run in grant.found.geometry.runs):
+        if link.is_out_of_reach(grant.found.geometry.runs):
             raise FeatureNotEnabledError(f"layer-wise pushes take no detour: {link.detour}", peer=link.peer)
         return grant
 
@@ -153,7 +153,7 @@ class LayerSender:
         first = layer * WIDTH
         runs = self._entry.geometry.runs
         if isinstance(self.config, TransferWithCacheKeyConfig):
-            grant = await self._grant(link, _target(self.config))
+            grant = await self._grant(link, cache_of(self.config.cache_key))
             landed = self.config.dst_layer_range[layer - self.layers.start]
             remote = select_runs(grant.found.geometry.runs, landed * WIDTH, landed * WIDTH + WIDTH)
             key = self.config.cache_key
@@ -215,10 +215,3 @@ class LayerSender:
             joined = join_blocks(destination, source, block_nbytes)
             pieces = [Piece(local, remote, nbytes) for remote, local, nbytes in joined]
         return spread(place.local, place.remote, pieces)
-
-
-def _target(config: TransferWithCacheKeyConfig) -> Target:
-    key = config.cache_key
-    if isinstance(key, BlocksCacheKey):
-        return Target(key.name.namespace, key.name.id, key.name.model_id)
-    return Target("id", key.cache_id, 0, 0)

@@ -138,6 +138,10 @@ class Link:
             raise self._gone()
         self._num_operations += 1
 
+    def is_out_of_reach(self, runs: tuple[TensorRun, ...]) -> bool:
+        """Whether some of these tensors of the peer can only be moved by a detour through its pool."""
+        return bool(self.unreachable) and any(run.region in self.unreachable for run in runs)
+
     def failed(self, error: BaseException) -> None:
         """Count a movement that failed, and let its error name the peer if nobody has."""
         self.stats.failures += 1

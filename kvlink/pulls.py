@@ -102,7 +102,7 @@ class Puller:
             pieces = join_blocks(destination, source, geometry.slot_nbytes)
             nbytes = geometry.slot_nbytes * len(destination) * num_tensors
             left_s = timeout_s - (perf_counter() - started)
-            if link.unreachable and any(run.region in link.unreachable for run in remote):
+            if link.is_out_of_reach(remote):
                 num_extents = await self._detour(link, target_of(key), found, local, theirs, pieces, nbytes, left_s)
             else:
                 extents = spread(local, remote, pieces)
@@ -247,7 +247,7 @@ class Puller:
             nbytes = sum([piece.nbytes for piece in pieces]) * ours.num
             runs = select_runs(entry.geometry.runs, *ours)
             left_s = timeout_s - (perf_counter() - started)
-            if link.unreachable and any(run.region in link.unreachable for run in found.geometry.runs):
+            if link.is_out_of_reach(found.geometry.runs):
                 num_extents = await self._detour(link, target, found, runs, theirs, pieces, nbytes, left_s)
             else:
                 extents = spread(runs, select_runs(found.geometry.runs, *theirs), pieces)

@@ -34,7 +34,7 @@ from kvlink.plan import Extent, Piece, join_blocks, restage, spread
 from kvlink.report import TransferReport
 from kvlink.staging import commit, stage
 from kvlink.store import CacheStore
-from kvlink.views import open_write, target_of
+from kvlink.views import cache_of, open_write
 from kvlink.wire import CloseRead, Target
 
 
@@ -114,9 +114,7 @@ class Pusher:
         link = self._links.open_link(key.cluster_id)
         if not destination:
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
-        target = target_of(
-            key if isinstance(key, BlocksCacheKey) else CacheKeyByIdAndIndex(key.cluster_id, key.cache_id)
-        )
+        target = cache_of(key)
 
         def plan(grant: WriteGrant) -> tuple[Tensors, list[Piece]]:
             geometry = grant.found.geometry
@@ -167,7 +165,7 @@ class Pusher:
             theirs = check_layers("dst_layer_range", dst_layer_range, geometry.num_tensors, tensor_num_per_layer)
             return theirs, [Piece(src_batch_index * desc.slot_nbytes, key.batch_index * geometry.slot_nbytes, nbytes)]
 
-        target = Target("id", key.cache_id, 0, 0)
+        target = cache_of(key)
         return await self._push(
             link, target, entry, ours, (src_batch_index,), plan, [key.batch_index], timeout_s, started
         )
@@ -193,7 +191,7 @@ class Pusher:
             runs = select_runs(entry.geometry.runs, *ours)
             nbytes = sum([piece.nbytes for piece in pieces]) * ours.num
             left_s = timeout_s - (perf_counter() - started)
-            if link.unreachable and any(run.region in link.unreachable for run in grant.found.geometry.runs):
+            if link.is_out_of_reach(grant.found.geometry.runs):
                 num_extents = await self._detour(link, target, grant, runs, theirs, pieces, nbytes, left_s)
             else:
                 extents = spread(runs, select_runs(grant.found.geometry.runs, *theirs), pieces)

@@ -24,6 +24,11 @@ def target_of(key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex) -> Target:
     return Target(name.namespace, name.id, name.model_id)
 
 
+def cache_of(key: BlocksCacheKey | CacheKeyByIdAndIndex) -> Target:
+    """Return how the whole cache of a key is said, whatever slot the key names: one write lease serves all slots."""
+    return target_of(key) if isinstance(key, BlocksCacheKey) else Target("id", key.cache_id)
+
+
 async def find_cache(link: Link, target: Target, timeout_s: float) -> Found:
     """Return where a cache of the peer lies: remembered while its state word still holds, else asked for again.
 
