@@ -5,7 +5,8 @@ Start with `Cluster`; its `kv_cache_manager` has the KV-cache functions.
 
 import logging
 
-from kvlink.arrivals import Arrivals, LayerWatch
+from kvlink.caches.arrivals import Arrivals, LayerWatch
+from kvlink.caches.kvcache import KvCache
 from kvlink.cluster import Cluster
 from kvlink.config import ClusterConfig, ClusterInfo
 from kvlink.errors import (
@@ -31,14 +32,13 @@ from kvlink.errors import (
 )
 from kvlink.geometry import CacheDesc, DataType, Placement, Role
 from kvlink.keys import ABSENT, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from kvlink.kvcache import KvCache
-from kvlink.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-from kvlink.layerwise import CacheTask
-from kvlink.link import Link
-from kvlink.linkstate import LinkState
-from kvlink.manager import KvCacheManager
+from kvlink.links.link import Link
+from kvlink.links.state import LinkState
 from kvlink.report import BlockFailure, LinkResult, LinkResults, TransferReport
 from kvlink.stats import LinkStats, PoolUsage
+from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from kvlink.transfers.layerwise import CacheTask
+from kvlink.transfers.manager import KvCacheManager
 
 __version__ = "0.1.0"
 

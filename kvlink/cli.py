@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvlink.errors import KVLinkError
-from kvlink.pool import Segment
+from kvlink.memory.pool import Segment
 from kvlink.wire import PROTOCOL_VERSION
 
 

@@ -12,9 +12,9 @@ import anyio
 from anyio.abc import SocketAttribute, TaskGroup, TaskStatus
 
 from kvlink.acceptor import Acceptor
+from kvlink.caches.copies import LocalCopier
+from kvlink.caches.store import CacheStore
 from kvlink.config import ClusterConfig, default_listen, parse_address, parse_nbytes
-from kvlink.copies import LocalCopier
-from kvlink.copying import Copier
 from kvlink.errors import (
     ClosedError,
     LinkExistsError,
@@ -23,16 +23,16 @@ from kvlink.errors import (
     ParameterTypeError,
 )
 from kvlink.geometry import Role, check_int
-from kvlink.linkcalls import LinkCalls
-from kvlink.links import LinkTable
-from kvlink.manager import KvCacheManager
-from kvlink.serving import CacheServer
-from kvlink.store import CacheStore
+from kvlink.links.calls import LinkCalls
+from kvlink.links.table import LinkTable
+from kvlink.memory.copying import Copier
+from kvlink.transfers.manager import KvCacheManager
+from kvlink.transfers.serving import CacheServer
 from kvlink.transports.shm import ShmTransport
 from kvlink.wire import Hello
 
 if TYPE_CHECKING:
-    from kvlink.link import Link
+    from kvlink.links.link import Link
     from kvlink.transports.base import Transport
 
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvlink.allocator import Allocator, PoolExhausted
+from kvlink.memory.allocator import Allocator, PoolExhausted
 
 BASE: Final = 512
 PAGE: Final = 4096

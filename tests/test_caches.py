@@ -30,13 +30,13 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from kvlink.caches import CacheEntry, CacheTable
+from kvlink.caches.leases import LeaseBook, ReadLease
+from kvlink.caches.table import CacheEntry, CacheTable
 from kvlink.errors import CacheNotFoundError, OutOfMemoryError, ParameterError, StatusCode
 from kvlink.geometry import CacheDesc, CacheGeometry, TensorRun
 from kvlink.keys import ABSENT, BlocksCacheKey, CacheKey, KeyName
-from kvlink.leases import LeaseBook, ReadLease
-from kvlink.pool import Bytes, Pool, Segment
-from kvlink.stateregion import ENDED, StateRegion
+from kvlink.memory.pool import Bytes, Pool, Segment
+from kvlink.memory.stateregion import ENDED, StateRegion
 from kvlink.wire import Target
 
 PAGE: Final = 4096

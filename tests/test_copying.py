@@ -26,10 +26,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlink import copying
-from kvlink.copying import Copier, Copy, copy_now, copy_rows, cut
 from kvlink.errors import ClosedError
-from kvlink.pool import Bytes, Segment
+from kvlink.memory import copying
+from kvlink.memory.copying import Copier, Copy, copy_now, copy_rows, cut
+from kvlink.memory.pool import Bytes, Segment
 
 BACKENDS: Final = ("asyncio", "uvloop", "trio")
 on_every_loop = pytest.mark.parametrize("backend", BACKENDS)

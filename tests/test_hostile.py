@@ -16,7 +16,7 @@ import pytest
 
 import kvlink as kv
 from kvlink.geometry import CacheGeometry
-from kvlink.memory import POOL, STATE
+from kvlink.memory.regions import POOL, STATE
 from kvlink.transports.shm_channel import SharedRegion
 from kvlink.wire import (
     CloseRead,

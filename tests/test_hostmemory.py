@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvlink.errors import OutOfMemoryError
-from kvlink.hostmemory import available_nbytes
-from kvlink.pool import Segment
+from kvlink.memory.hostmemory import available_nbytes
+from kvlink.memory.pool import Segment
 
 
 def host(tmp_path: Path, group: str = "0::/a/b\n", **limits: tuple[str, str, str]) -> tuple[Path, Path]:

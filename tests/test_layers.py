@@ -23,18 +23,15 @@ PACKAGE: Final = Path(__file__).parents[1] / "kvlink"
 # Imports point down or sideways, never up. ``kvlink/__init__`` is above everything, so no module imports from it.
 LAYERS: Final[dict[int, tuple[str, ...]]] = {
     1: (
-        *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "linkstate", "checks", "loops"),
-        *("layerconfig", "hostmemory"),
+        *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "checks", "loops"),
+        *("links.state", "transfers.layerconfig", "memory.hostmemory"),
     ),
     2: (
-        *("allocator", "pool", "memory", "buffers", "stateregion", "caches", "leases", "store", "kvcache", "arrivals"),
-        *("copying", "acceptor", "transports"),
+        *("memory", "transports", "acceptor"),
+        *("caches.table", "caches.leases", "caches.store", "caches.kvcache", "caches.arrivals"),
     ),
-    3: ("transfer", "copies", "bookkeeping"),
-    4: (
-        *("manager", "links", "link", "linkcalls", "handshake", "serving", "grants", "views", "pulls", "pushes"),
-        *("layerwise", "layersender", "staging"),
-    ),
+    3: ("caches", "transfers.transfer"),
+    4: ("links", "transfers"),
     5: ("cluster",),
     6: ("cli", "__main__", "doctor", "bench", "benchmarks"),
 }
@@ -49,7 +46,7 @@ OPTIONAL: Final = ("transports.ucx*", "transports._ucp*")
 UCX_PACKAGES: Final = frozenset({"ucp", "ucxx", "libucx", "libucxx", "cffi"})
 LIBRARY_OPENERS: Final = frozenset({"CDLL", "PyDLL", "LoadLibrary", "dlopen", "find_library"})
 UCX_MODULES: Final = ("transports.ucx*", "transports._ucp*")
-MEMFD_MODULES: Final = ("transports.shm*", "pool")
+MEMFD_MODULES: Final = ("transports.shm*", "memory.pool")
 
 MAX_LINES: Final = 450  # the aim is 400
 
@@ -281,7 +278,7 @@ SOUND: Final = {
     "__init__.py": "from kvlink.cluster import Cluster\nfrom . import errors\n__all__ = ['Cluster', 'errors']\n",
     "errors.py": "import enum\n",
     "keys.py": "from __future__ import annotations\nfrom .errors import KVLinkError\n",
-    "pool.py": "import os\nimport numpy as np\nfd = os.memfd_create('pool')\n",
+    "memory/pool.py": "import os\nimport numpy as np\nfd = os.memfd_create('pool')\n",
     "transports/__init__.py": "from .shm import Shm\ndef ucx():\n    from . import ucx\n    return ucx\n",
     "transports/base.py": "from kvlink import errors\nfrom ..keys import Key\n",
     "transports/shm.py": "from os import memfd_create\nfrom .base import Transport\n",
@@ -300,8 +297,8 @@ BROKEN: Final[dict[str, tuple[Rule, str, str, str]]] = {
     "up one dot": (
         upward_imports,
         "keys.py",
-        "\nfrom . import pool",
-        "keys.py:2: layer 1 imports kvlink.pool of layer 2",
+        "\nfrom .memory import pool",
+        "keys.py:2: layer 1 imports kvlink.memory.pool of layer 2",
     ),
     "up two dots": (
         upward_imports,
@@ -311,8 +308,8 @@ BROKEN: Final[dict[str, tuple[Rule, str, str, str]]] = {
     ),
     "up for types": (
         upward_imports,
-        "pool.py",
-        FOR_TYPES + "from .cluster import X",
+        "memory/pool.py",
+        FOR_TYPES + "from ..cluster import X",
         "pool.py:3: layer 2 imports kvlink.cl",
     ),
     "up in a function": (
@@ -321,7 +318,12 @@ BROKEN: Final[dict[str, tuple[Rule, str, str, str]]] = {
         "def f():\n    from .cli import main",
         "imports kvlink.cli of layer 6",
     ),
-    "up by a string": (upward_imports, "pool.py", "import importlib as i\ni.import_module('kvlink.cli')", "kvlink.cli"),
+    "up by a string": (
+        upward_imports,
+        "memory/pool.py",
+        "import importlib as i\ni.import_module('kvlink.cli')",
+        "kvlink.cli",
+    ),
     "up to the package": (upward_imports, "cli.py", "from kvlink import Cluster", "layer 6 imports kvlink of layer 7"),
     "no layer": (upward_imports, "novel.py", "", "kvlink.novel is not in LAYERS; give it a layer"),
     "circle": (load_cycles, "errors.py", "from .keys import Key", CYCLE),
@@ -332,14 +334,19 @@ BROKEN: Final[dict[str, tuple[Rule, str, str, str]]] = {
         "from kvlink.transports import Shm",
         "kvlink.transports -> kvlink.transports.shm -> kvlink.transports.base -> kvlink.transports",
     ),
-    "extra": (undeclared_imports, "pool.py", "import ml_dtypes", "pool.py:1: ml_dtypes is no dependency"),
+    "extra": (undeclared_imports, "memory/pool.py", "import ml_dtypes", "pool.py:1: ml_dtypes is no dependency"),
     "extra not for types": (
         undeclared_imports,
-        "pool.py",
+        "memory/pool.py",
         "import typing\nif not typing.TYPE_CHECKING:\n    import trio",
         "pool.py:3: trio",
     ),
-    "extra under a flag": (undeclared_imports, "pool.py", "FAST = 1\nif FAST:\n    import trio", "pool.py:3: trio"),
+    "extra under a flag": (
+        undeclared_imports,
+        "memory/pool.py",
+        "FAST = 1\nif FAST:\n    import trio",
+        "pool.py:3: trio",
+    ),
     "extra in try": (
         undeclared_imports,
         "keys.py",
@@ -363,7 +370,7 @@ ALLOWED: Final[dict[str, tuple[str, str]]] = {
     "as it stands": ("keys.py", SOUND["keys.py"]),
     "circle for types": ("errors.py", FOR_TYPES + "from .keys import Key"),
     "circle in a function": ("errors.py", "def f():\n    from . import keys"),
-    "extra for types": ("pool.py", FOR_TYPES + "import trio"),
+    "extra for types": ("memory/pool.py", FOR_TYPES + "import trio"),
     "just short enough": ("keys.py", "\n" * MAX_LINES),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlink.linkstate import NEXT, ImpossibleEvent, LinkEvent, LinkState, next_state
+from kvlink.links.state import NEXT, ImpossibleEvent, LinkEvent, LinkState, next_state
 
 # One line per state; the columns are the events, in this order. "-" is: cannot happen.
 EVENTS: Final = ("HELLO", "REFUSED", "CLOSE_ASKED", "DRAINED", "GOODBYE", "PEER_LOST", "REPLACED")

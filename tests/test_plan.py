@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlink.geometry import TensorRun, join_tensors, select_runs, tensor_at
+from kvlink.memory.pool import Bytes
 from kvlink.plan import BlockNumbers, Extent, Piece, join_blocks, restage, scatter_slot, spread, total_nbytes
-from kvlink.pool import Bytes
 
 Place = tuple[int, int]
 """``(region, offset)`` of a tensor."""

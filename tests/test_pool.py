@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlink.errors import KVLinkError, OutOfMemoryError, ProtocolError, StatusCode
-from kvlink.pool import Pool, Segment, as_tensors, populate
+from kvlink.memory.pool import Pool, Segment, as_tensors, populate
 
 PAGE: Final = mmap.PAGESIZE
 NAME: Final = "kvlink-test"

@@ -24,7 +24,7 @@ from kvlink.benchmarks.target import TARGET_ID
 from kvlink.config import ClusterInfo
 from kvlink.geometry import Role
 from kvlink.keys import BlocksCacheKey
-from kvlink.pool import populate
+from kvlink.memory.pool import populate
 
 INITIATOR_ID: Final = 2
 _ANSWER_WITHIN_S: Final = 120.0

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from kvlink.benchmarks.native import Addresses, Native, fill
 from kvlink.benchmarks.scenarios import BlockIds, Scenario
+from kvlink.caches.kvcache import KvCache
 from kvlink.cluster import Cluster
 from kvlink.config import ClusterConfig
 from kvlink.errors import OutOfMemoryError
 from kvlink.geometry import CacheDesc, Role
 from kvlink.keys import BlocksCacheKey
-from kvlink.kvcache import KvCache
-from kvlink.pool import Segment
+from kvlink.memory.pool import Segment
 
 SHM: Final = "kvlink-shm"
 REGISTERED: Final = "kvlink-shm-registered"

@@ -20,9 +20,9 @@ from anyio.abc import TaskGroup, UNIXSocketStream
 
 from kvlink.acceptor import Acceptor, Strangers
 from kvlink.config import ClusterConfig
-from kvlink.copying import Copier
 from kvlink.errors import KVLinkError, LinkError
-from kvlink.memory import LocalMemory
+from kvlink.memory.copying import Copier
+from kvlink.memory.regions import LocalMemory
 from kvlink.transports.base import Endpoint, Offer, Transport
 from kvlink.transports.shm_channel import TOKEN_NBYTES, Channel
 from kvlink.transports.shm_endpoint import GONE, ShmEndpoint

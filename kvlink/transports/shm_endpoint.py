@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlink.config import ClusterConfig
-from kvlink.copying import Copier, Copy, copy_rows
 from kvlink.errors import LinkLostError, ProtocolError
-from kvlink.memory import STATE, LocalMemory
+from kvlink.memory.copying import Copier, Copy, copy_rows
+from kvlink.memory.pool import Bytes, Segment
+from kvlink.memory.regions import STATE, LocalMemory
+from kvlink.memory.stateregion import order_memory
 from kvlink.plan import Extent, total_nbytes
-from kvlink.pool import Bytes, Segment
-from kvlink.stateregion import order_memory
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors, permit_tracing
 from kvlink.transports.shm_channel import Channel, SharedRegion

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import kvlink as kv
-from kvlink.store import CacheStore
+from kvlink.caches.store import CacheStore
 
 
 def _store(cluster: kv.Cluster) -> CacheStore:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 import kvlink as kv
-from kvlink.memory import POOL, STATE
+from kvlink.memory.regions import POOL, STATE
 from kvlink.transports.shm_channel import SharedRegion
 from kvlink.wire import FrameDecoder, Hello, Message, Ready, encode
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvlink.errors import FeatureNotEnabledError, ParameterError, ParameterTypeError
-from kvlink.pool import Bytes
+from kvlink.memory.pool import Bytes
 
 
 def as_bytes(name: str, buffer: object, nbytes: int) -> Bytes:

@@ -12,15 +12,15 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import TaskGroup
 
-from kvlink.caches import CacheEntry
+from kvlink.caches.copies import LocalCopier
+from kvlink.caches.kvcache import KvCache
+from kvlink.caches.store import CacheStore
+from kvlink.caches.table import CacheEntry
 from kvlink.checks import Tensors, check_blocks
-from kvlink.copies import LocalCopier
 from kvlink.errors import CacheNotFoundError, KVLinkError, ParameterError, ProtocolError
 from kvlink.geometry import CacheDesc, DataType, select_runs
-from kvlink.kvcache import KvCache
-from kvlink.link import Link
+from kvlink.links.link import Link
 from kvlink.plan import join_blocks
-from kvlink.store import CacheStore
 from kvlink.wire import Commit, Failed, Found, Message, Pong, Stage, Target
 
 _MAX_LEASE_S = 3600.0

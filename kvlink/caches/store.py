@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
-from kvlink.buffers import as_bytes
-from kvlink.caches import CacheEntry, CacheTable
+from kvlink.caches.kvcache import KvCache
+from kvlink.caches.leases import LeaseBook
+from kvlink.caches.table import CacheEntry, CacheTable
 from kvlink.config import ClusterConfig
 from kvlink.errors import CacheNotFoundError, ClosedError, OutOfMemoryError, ParameterError, ParameterTypeError
 from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun, join_tensors, tensor_at
 from kvlink.keys import KeyName
-from kvlink.kvcache import KvCache
-from kvlink.leases import LeaseBook
-from kvlink.memory import HOST_POOL, POOL, STATE, LocalMemory, LocalRegion
-from kvlink.pool import Bytes, Pool, Segment, as_tensors
-from kvlink.stateregion import WORD_NBYTES, StateRegion
+from kvlink.memory.buffers import as_bytes
+from kvlink.memory.pool import Bytes, Pool, Segment, as_tensors
+from kvlink.memory.regions import HOST_POOL, POOL, STATE, LocalMemory, LocalRegion
+from kvlink.memory.stateregion import WORD_NBYTES, StateRegion
 from kvlink.stats import PoolUsage
 
 

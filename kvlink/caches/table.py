@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from kvlink.errors import CacheNotFoundError, ParameterError
 from kvlink.geometry import CacheDesc, CacheGeometry
 from kvlink.keys import KeyName
-from kvlink.pool import Bytes
-from kvlink.stateregion import StateRegion
+from kvlink.memory.pool import Bytes
+from kvlink.memory.stateregion import StateRegion
 from kvlink.wire import Target
 
 

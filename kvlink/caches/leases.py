@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvlink.caches import CacheEntry, CacheTable
+from kvlink.caches.table import CacheEntry, CacheTable
 from kvlink.keys import KeyName
-from kvlink.stateregion import StateRegion
+from kvlink.memory.stateregion import StateRegion
 
 
 class ReadLease(NamedTuple):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlink.errors import OutOfMemoryError
-from kvlink.pool import Segment
+from kvlink.memory.pool import Segment
 
 WORD_NBYTES = 8
 ENDED = 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvlink.caches.kvcache import KvCache
+from kvlink.caches.store import CacheStore
 from kvlink.config import ClusterConfig, check_seconds
 from kvlink.errors import ParameterError, ParameterTypeError, RoleError
 from kvlink.geometry import CacheDesc, Placement, Role
 from kvlink.keys import BlocksCacheKey, CacheKey, KeyName
-from kvlink.kvcache import KvCache
 from kvlink.stats import PoolUsage
-from kvlink.store import CacheStore
 
 OWNERS = frozenset({Role.PROMPT, Role.MIX})
 READERS = frozenset({Role.DECODER, Role.MIX})

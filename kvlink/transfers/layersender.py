@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from kvlink.caches import CacheEntry
+from kvlink.caches.table import CacheEntry
 from kvlink.checks import check_blocks, check_same_kind
 from kvlink.errors import FeatureNotEnabledError, KVLinkError, MismatchError, ParameterError
 from kvlink.geometry import TensorRun, select_runs, tensor_at
-from kvlink.grants import WriteGrant
 from kvlink.keys import BlocksCacheKey
-from kvlink.layerconfig import TransferConfig, TransferWithCacheKeyConfig
-from kvlink.link import Link
-from kvlink.links import LinkTable
+from kvlink.links.grants import WriteGrant
+from kvlink.links.link import Link
+from kvlink.links.table import LinkTable
 from kvlink.plan import Extent, Piece, join_blocks, scatter_slot, spread, total_nbytes
-from kvlink.pushes import put_checked
-from kvlink.views import cache_of, open_write
+from kvlink.transfers.layerconfig import TransferConfig, TransferWithCacheKeyConfig
+from kvlink.transfers.pushes import put_checked
+from kvlink.transfers.views import cache_of, open_write
 from kvlink.wire import LayerEvent, Target
 
 WIDTH: Final = 2

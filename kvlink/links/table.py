@@ -31,9 +31,9 @@ from kvlink.errors import (
     StatusCode,
     TransferTimeoutError,
 )
-from kvlink.handshake import CROSSED, Greeted, RefusedError, greet_as_acceptor, greet_as_dialler
-from kvlink.link import Link, MessageHandler
-from kvlink.linkstate import LinkEvent
+from kvlink.links.handshake import CROSSED, Greeted, RefusedError, greet_as_acceptor, greet_as_dialler
+from kvlink.links.link import Link, MessageHandler
+from kvlink.links.state import LinkEvent
 from kvlink.report import LinkResult
 from kvlink.wire import Hello, Ping
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvlink.caches import CacheEntry
+from kvlink.caches.kvcache import KvCache
+from kvlink.caches.store import CacheStore
+from kvlink.caches.table import CacheEntry
 from kvlink.checks import check_blocks
-from kvlink.copying import Copier, Copy
 from kvlink.errors import MismatchError, ParameterError, ParameterTypeError
 from kvlink.geometry import Placement, TensorRun
-from kvlink.kvcache import KvCache
-from kvlink.memory import LocalRegion
+from kvlink.memory.copying import Copier, Copy
+from kvlink.memory.regions import LocalRegion
 from kvlink.plan import Extent, Piece, join_blocks, spread
-from kvlink.store import CacheStore
 
 _BUFFER = -1
 """The region number of a buffer that lives for one copy."""

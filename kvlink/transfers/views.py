@@ -8,11 +8,11 @@ import anyio
 
 from kvlink.checks import check_geometry
 from kvlink.errors import CacheNotFoundError, FeatureNotEnabledError, ProtocolError, TransferTimeoutError
-from kvlink.grants import WriteGrant
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
-from kvlink.link import Link
-from kvlink.memory import STATE
-from kvlink.stateregion import WORD_NBYTES
+from kvlink.links.grants import WriteGrant
+from kvlink.links.link import Link
+from kvlink.memory.regions import STATE
+from kvlink.memory.stateregion import WORD_NBYTES
 from kvlink.wire import CloseRead, Found, LookUp, Message, OpenRead, OpenWrite, Target
 
 

@@ -16,16 +16,16 @@ from typing import Any, Final
 import anyio
 from anyio.abc import ObjectReceiveStream, TaskGroup
 
-from kvlink.caches import CacheEntry
+from kvlink.caches.kvcache import KvCache
+from kvlink.caches.store import CacheStore
+from kvlink.caches.table import CacheEntry
 from kvlink.checks import Blocks, check_blocks, check_same_length
 from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, ParameterError, ParameterTypeError, ParameterValueError, StatusCode
 from kvlink.geometry import check_int
-from kvlink.kvcache import KvCache
-from kvlink.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-from kvlink.layersender import WIDTH, BlocksToMove, LayerSender
-from kvlink.links import LinkTable
-from kvlink.store import CacheStore
+from kvlink.links.table import LinkTable
+from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from kvlink.transfers.layersender import WIDTH, BlocksToMove, LayerSender
 
 
 class CacheTask:

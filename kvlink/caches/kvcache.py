@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from kvlink.arrivals import Arrivals
-from kvlink.caches import CacheEntry
+from kvlink.caches.arrivals import Arrivals
+from kvlink.caches.table import CacheEntry
 from kvlink.checks import Blocks, check_blocks
 from kvlink.errors import CacheNotFoundError
 from kvlink.geometry import CacheDesc
 
 if TYPE_CHECKING:
-    from kvlink.store import CacheStore
+    from kvlink.caches.store import CacheStore
 
 
 class KvCache:

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlink.allocator import Allocator, PoolExhausted
 from kvlink.errors import OutOfMemoryError, ProtocolError
-from kvlink.hostmemory import available_nbytes
+from kvlink.memory.allocator import Allocator, PoolExhausted
+from kvlink.memory.hostmemory import available_nbytes
 
 Bytes = NDArray[np.uint8]
 

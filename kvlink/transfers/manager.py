@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 from anyio.abc import TaskGroup
 
-from kvlink.bookkeeping import OWNERS, READERS, CacheBookkeeping
+from kvlink.caches.bookkeeping import OWNERS, READERS, CacheBookkeeping
+from kvlink.caches.copies import LocalCopier
+from kvlink.caches.kvcache import KvCache
+from kvlink.caches.store import CacheStore
 from kvlink.checks import Blocks, check_layer_width
 from kvlink.config import ClusterConfig
-from kvlink.copies import LocalCopier
 from kvlink.geometry import Role, check_int
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
-from kvlink.kvcache import KvCache
-from kvlink.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-from kvlink.layerwise import CacheTask, LayerPusher
-from kvlink.links import LinkTable
-from kvlink.pulls import Puller
-from kvlink.pushes import Pusher
+from kvlink.links.table import LinkTable
 from kvlink.report import TransferReport
-from kvlink.store import CacheStore
+from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from kvlink.transfers.layerwise import CacheTask, LayerPusher
+from kvlink.transfers.pulls import Puller
+from kvlink.transfers.pushes import Pusher
 
 
 class KvCacheManager(CacheBookkeeping):

@@ -21,8 +21,8 @@ import anyio
 from kvlink.checks import Tensors
 from kvlink.errors import KVLinkError, LinkLostError, NotLinkedError, ProtocolError, error_for
 from kvlink.geometry import Role, TensorRun
-from kvlink.grants import WriteGrants
-from kvlink.linkstate import LinkEvent, LinkState, next_state
+from kvlink.links.grants import WriteGrants
+from kvlink.links.state import LinkEvent, LinkState, next_state
 from kvlink.stats import LinkStats
 from kvlink.wire import (
     Answer,
@@ -40,7 +40,7 @@ from kvlink.wire import (
 )
 
 if TYPE_CHECKING:
-    from kvlink.handshake import Greeted
+    from kvlink.links.handshake import Greeted
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,9 @@ from time import perf_counter
 
 import anyio
 
-from kvlink.caches import CacheEntry
+from kvlink.caches.kvcache import KvCache
+from kvlink.caches.store import CacheStore
+from kvlink.caches.table import CacheEntry
 from kvlink.checks import (
     Blocks,
     Tensors,
@@ -25,16 +27,14 @@ from kvlink.checks import (
 )
 from kvlink.errors import CacheNotFoundError, ParameterError, ParameterTypeError, TransferTimeoutError
 from kvlink.geometry import TensorRun, select_runs
-from kvlink.grants import WriteGrant
 from kvlink.keys import BlocksCacheKey, CacheKeyByIdAndIndex
-from kvlink.kvcache import KvCache
-from kvlink.link import Link
-from kvlink.links import LinkTable
+from kvlink.links.grants import WriteGrant
+from kvlink.links.link import Link
+from kvlink.links.table import LinkTable
 from kvlink.plan import Extent, Piece, join_blocks, restage, spread
 from kvlink.report import TransferReport
-from kvlink.staging import commit, stage
-from kvlink.store import CacheStore
-from kvlink.views import cache_of, open_write
+from kvlink.transfers.staging import commit, stage
+from kvlink.transfers.views import cache_of, open_write
 from kvlink.wire import CloseRead, Target
 
 

@@ -7,12 +7,12 @@ from typing import Final
 import anyio
 from anyio.abc import TaskGroup
 
-from kvlink.caches import CacheEntry
-from kvlink.copies import LocalCopier
+from kvlink.caches.copies import LocalCopier
+from kvlink.caches.store import CacheStore
+from kvlink.caches.table import CacheEntry
 from kvlink.errors import KVLinkError
-from kvlink.link import Link
-from kvlink.staging import StagingServer
-from kvlink.store import CacheStore
+from kvlink.links.link import Link
+from kvlink.transfers.staging import StagingServer
 from kvlink.transports.base import DeathWatch
 from kvlink.wire import (
     CloseRead,

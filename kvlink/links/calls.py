@@ -19,7 +19,7 @@ from kvlink.errors import (
     TransferTimeoutError,
 )
 from kvlink.geometry import Role, check_int
-from kvlink.links import LinkTable
+from kvlink.links.table import LinkTable
 from kvlink.report import LinkResult, LinkResults, failed_result
 
 _HARMLESS_UNLINK: Final = frozenset({StatusCode.LLM_SUCCESS, StatusCode.LLM_NOT_YET_LINK})

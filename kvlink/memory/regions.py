@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from kvlink.pool import Bytes, Segment
+from kvlink.memory.pool import Bytes, Segment
 
 POOL: Final = 0
 HOST_POOL: Final = 1

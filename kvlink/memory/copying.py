@@ -24,7 +24,7 @@ import numpy as np
 
 from kvlink.errors import ClosedError
 from kvlink.loops import CallSoon, current_call_soon
-from kvlink.pool import Bytes, populate
+from kvlink.memory.pool import Bytes, populate
 
 _PREFAULT_NBYTES: Final = 32 * 1024 * 1024
 """Pages entered between two looks at the queue: about 3 ms."""

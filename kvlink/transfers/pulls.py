@@ -9,7 +9,9 @@ from typing import Final
 import anyio
 import anyio.lowlevel
 
-from kvlink.caches import CacheEntry
+from kvlink.caches.kvcache import KvCache
+from kvlink.caches.store import CacheStore
+from kvlink.caches.table import CacheEntry
 from kvlink.checks import (
     Blocks,
     Tensors,
@@ -24,15 +26,13 @@ from kvlink.checks import (
 from kvlink.errors import ParameterError, TransferTimeoutError
 from kvlink.geometry import CacheGeometry, TensorRun, select_runs
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
-from kvlink.kvcache import KvCache
-from kvlink.link import Link, Pairing
-from kvlink.links import LinkTable
+from kvlink.links.link import Link, Pairing
+from kvlink.links.table import LinkTable
 from kvlink.plan import Piece, join_blocks, restage, scatter_slot, spread
 from kvlink.report import TransferReport
-from kvlink.staging import stage
-from kvlink.store import CacheStore
-from kvlink.transfer import get_checked
-from kvlink.views import find_cache, open_read, target_of
+from kvlink.transfers.staging import stage
+from kvlink.transfers.transfer import get_checked
+from kvlink.transfers.views import find_cache, open_read, target_of
 from kvlink.wire import CloseRead, Found, Target
 
 _YIELD_EVERY_S: Final = 0.001

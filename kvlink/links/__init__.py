@@ -1,0 +1,1 @@
+"""Relations to peers: the handshake, one link per peer, its life, and the calls about it."""

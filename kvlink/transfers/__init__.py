@@ -1,0 +1,1 @@
+"""The movements: pulls, pushes, layer-wise pushes, and serving the peers that make them."""
