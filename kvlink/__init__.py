@@ -32,6 +32,7 @@ from kvlink.errors import (
 )
 from kvlink.geometry import CacheDesc, DataType, Placement, Role
 from kvlink.keys import ABSENT, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from kvlink.links.events import LinkChange, LinkEventStream, LinkLost, LinkUp, PeerRestarted
 from kvlink.links.link import Link
 from kvlink.links.state import LinkState
 from kvlink.report import BlockFailure, LinkResult, LinkResults, TransferReport
@@ -65,13 +66,17 @@ __all__ = [
     "LayerSynchronizer",
     "LayerWatch",
     "Link",
+    "LinkChange",
     "LinkError",
+    "LinkEventStream",
     "LinkExistsError",
+    "LinkLost",
     "LinkLostError",
     "LinkResult",
     "LinkResults",
     "LinkState",
     "LinkStats",
+    "LinkUp",
     "MismatchError",
     "NotLinkedError",
     "OutOfMemoryError",
@@ -79,6 +84,7 @@ __all__ = [
     "ParameterTypeError",
     "ParameterValueError",
     "PartialTransferError",
+    "PeerRestarted",
     "Placement",
     "PoolUsage",
     "ProtocolError",

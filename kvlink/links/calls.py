@@ -19,6 +19,7 @@ from kvlink.errors import (
     TransferTimeoutError,
 )
 from kvlink.geometry import Role, check_int
+from kvlink.links.events import LinkEventStream
 from kvlink.links.table import LinkTable
 from kvlink.report import LinkResult, LinkResults, failed_result
 
@@ -165,6 +166,25 @@ class LinkCalls(ABC):
         finished = tuple(results[peer] for peer in peers)
         failures = [result.status for result in finished if not result.is_ok]
         return LinkResults(failures[0] if failures else StatusCode.LLM_SUCCESS, finished)
+
+    def events(self, *, max_waiting: int = 1024) -> LinkEventStream:
+        """Return what happens to links from now on: `LinkUp`, `LinkLost` and `PeerRestarted`, each once per change.
+
+        ::
+
+            async with cluster.events() as events:
+                async for event in events:
+                    if isinstance(event, kv.LinkLost):
+                        ...  # nothing of event.peer can be pulled now
+
+        Links that peers dialled are among them. Any number of listeners; each gets every event. The iteration ends when
+        the cluster is closed.
+
+        Args:
+            max_waiting: events kept for a listener that does not take them; beyond that the oldest are dropped and
+                counted in `LinkEventStream.num_missed`.
+        """
+        return self._open_links().events.listen(check_int("max_waiting", max_waiting, 1, 2**20))
 
     def _refuse_link_call(self, call: str, clusters: object) -> KVLinkError | None:
         if self.role is Role.PROMPT:

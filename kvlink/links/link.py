@@ -69,6 +69,7 @@ class Link:
         detour: why transfers with some of the peer's registered memory go through its pool, and what to allow; None
             while none does.
         unreachable: the regions of the peer for which that is so.
+        error: why it has ended; None while it lives.
         is_orderly: whether the peer has said, or shown by hanging up after our goodbye, that it moves nothing any more.
     """
 
@@ -116,7 +117,7 @@ class Link:
         self._answers: dict[int, _Question] = {}
         self._num_operations = 0
         self._is_idle = anyio.Event()
-        self._error: KVLinkError | None = None
+        self.error: KVLinkError | None = None
 
     @property
     def is_open(self) -> bool:
@@ -254,7 +255,7 @@ class Link:
         before, self.state = self.state, next_state(self.state, event)
         if before is LinkState.CLOSED:
             return
-        self._error = error
+        self.error = error
         self.endpoint.abort()
         for waiting in self._answers.values():
             waiting.settled.set()
@@ -270,7 +271,7 @@ class Link:
             await self._is_idle.wait()
 
     def _gone(self) -> KVLinkError:
-        error = self._error
+        error = self.error
         if isinstance(error, LinkLostError):
             return LinkLostError(str(error), peer=self.peer, phase=error.phase)
         return NotLinkedError(f"the link to cluster {self.peer} has ended; link again", peer=self.peer)
@@ -300,6 +301,8 @@ class Link:
             return LinkLostError(f"cluster {self.peer} broke the protocol: {exc}; link again", peer=self.peer)
         except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as exc:
             self.is_orderly = self._has_said_goodbye and isinstance(exc, anyio.EndOfStream)
+            if self.is_orderly:
+                return NotLinkedError(f"the link to cluster {self.peer} was closed", peer=self.peer)
             lost = LinkLostError(
                 f"cluster {self.peer} hung up ({exc or type(exc).__name__}); link again", peer=self.peer
             )

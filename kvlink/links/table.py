@@ -31,6 +31,7 @@ from kvlink.errors import (
     StatusCode,
     TransferTimeoutError,
 )
+from kvlink.links.events import LinkEvents
 from kvlink.links.handshake import CROSSED, Greeted, RefusedError, greet_as_acceptor, greet_as_dialler
 from kvlink.links.link import Link, MessageHandler
 from kvlink.links.state import LinkEvent
@@ -57,6 +58,9 @@ class LinkTable:
         tasks: the cluster's task group, parent of every task here.
         on_message: serves the messages that a link does not serve itself.
         on_opened, on_closed: told once per link.
+
+    Attributes:
+        events: tells whoever listens of links that open and end.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class LinkTable:
         self._links: dict[int, Link] = {}
         self._attempts: dict[int, _Attempt] = {}
         self._strangers = Strangers(_MAX_STRANGERS)
+        self.events = LinkEvents()
 
     def __len__(self) -> int:
         return len(self._links)
@@ -161,6 +166,7 @@ class LinkTable:
         """End every link now."""
         for link in self:
             link.lose(NotLinkedError(f"the link to cluster {link.peer} has ended: {reason}", peer=link.peer))
+        self.events.close()
 
     def beat(self, now: float) -> None:
         """Keep quiet links alive, and give up those whose peer has been silent for too long.
@@ -309,12 +315,13 @@ class LinkTable:
             on_closed=self._closed,
         )
         self._links[peer] = link
-        self._on_opened(link)
         if old is not None:
             old.lose(
                 LinkLostError(f"cluster {peer} has linked anew; the older link has ended", peer=peer),
                 LinkEvent.REPLACED,
             )
+        self._on_opened(link)
+        self.events.opened(link)
         attempt = self._attempts.get(peer)
         if attempt is not None:
             attempt.came_in.set()
@@ -326,6 +333,7 @@ class LinkTable:
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
         self._link_closed(link)
+        self.events.closed(link)
 
 
 class _Attempt:
