@@ -29,6 +29,7 @@ from kvlink.errors import (
     RoleError,
     StatusCode,
     TransferTimeoutError,
+    TransportError,
 )
 from kvlink.geometry import CacheDesc, DataType, Placement, Role
 from kvlink.keys import ABSENT, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
@@ -95,6 +96,7 @@ __all__ = [
     "TransferReport",
     "TransferTimeoutError",
     "TransferWithCacheKeyConfig",
+    "TransportError",
     "__version__",
 ]
 

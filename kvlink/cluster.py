@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -50,6 +51,8 @@ class Cluster(LinkCalls):
             port for PROMPT and MIX, nowhere for DECODER.
         host_pool: size of a second pool for caches of placement HOST; None for no such pool.
         config: everything else.
+        wrap_transport: puts something of the caller's between the cluster and each of its transports, for tests (see
+            `kvlink.testing`). Not a setting, because it is code.
 
     Raises:
         ParameterError: an argument is wrong.
@@ -65,6 +68,7 @@ class Cluster(LinkCalls):
         listen: str | None = None,
         host_pool: int | str | None = None,
         config: ClusterConfig | None = None,
+        wrap_transport: Callable[[Transport], Transport] | None = None,
     ) -> None:
         self.cluster_id = check_int("cluster_id", cluster_id, 0, 2**64 - 1)
         if not isinstance(role, Role):
@@ -87,6 +91,7 @@ class Cluster(LinkCalls):
         self._manager: KvCacheManager | None = None
         self._copier: Copier | None = None
         self._transports: list[Transport] = []
+        self._wrap_transport = wrap_transport
         self._acceptor: Acceptor | None = None
         self._is_closed = False
         self._pid = os.getpid()
@@ -139,6 +144,8 @@ class Cluster(LinkCalls):
                 chunk_nbytes=config.chunk_nbytes,
             )
             self._transports = [ShmTransport(store.memory, self._copier, config)]
+            if self._wrap_transport is not None:
+                self._transports = [self._wrap_transport(transport) for transport in self._transports]
             for transport in self._transports:
                 await transport.start(tasks)
             local = LocalCopier(store, self._copier)

@@ -168,6 +168,10 @@ class LinkExistsError(KVLinkError):
     default_status = StatusCode.LLM_EXIST_LINK
 
 
+class TransportError(KVLinkError):
+    """The transport could not move something, although the link stands; trying again may help."""
+
+
 class TransferTimeoutError(KVLinkError, TimeoutError):
     """The deadline of a call passed before it was done."""
 

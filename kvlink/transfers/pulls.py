@@ -89,7 +89,11 @@ class Puller:
             endpoint = link.endpoint
             place = (key.model_id, entry.cache_id, src_layer_range, ours, width)
             pairing = link.pairings.get(place)
-            if pairing is None or await endpoint.load_word(pairing.found.word) != pairing.found.generation:
+            if (
+                pairing is None
+                or not endpoint.has_immediate_words
+                or await endpoint.load_word(pairing.found.word) != pairing.found.generation
+            ):
                 found = await find_cache(link, target_of(key), timeout_s)
                 pairing = _pair(entry, ours, found, src_layer_range, width)
                 if len(link.pairings) >= _MAX_PAIRINGS:

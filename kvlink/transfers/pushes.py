@@ -34,6 +34,7 @@ from kvlink.links.table import LinkTable
 from kvlink.plan import Extent, Piece, join_blocks, restage, spread
 from kvlink.report import TransferReport
 from kvlink.transfers.staging import commit, stage
+from kvlink.transfers.transfer import load_word_within
 from kvlink.transfers.views import cache_of, open_write
 from kvlink.wire import CloseRead, Target
 
@@ -57,6 +58,7 @@ async def put_checked(
         if nbytes <= link.endpoint.immediate_nbytes:
             await link.endpoint.put(extents, nbytes)
         else:
+            started = perf_counter()
             with anyio.move_on_after(timeout_s) as scope:
                 await link.endpoint.put(extents, nbytes)
             if scope.cancelled_caught:
@@ -65,7 +67,9 @@ async def put_checked(
                     peer=link.peer,
                     phase="transfer",
                 )
-        if await link.endpoint.load_word(found.word) != found.generation:
+            timeout_s = max(0.0, timeout_s - (perf_counter() - started))
+        word = await load_word_within(link.endpoint, found.word, timeout_s=timeout_s, peer=link.peer)
+        if word != found.generation:
             raise _ended(link, found.cache_id)
     finally:
         grant.end()

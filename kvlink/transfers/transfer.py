@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import anyio
 
@@ -10,6 +11,23 @@ from kvlink.errors import CacheNotFoundError, TransferTimeoutError
 from kvlink.plan import Extent
 from kvlink.transports.base import Endpoint
 from kvlink.wire import Found
+
+
+async def load_word_within(endpoint: Endpoint, word: int, *, timeout_s: float, peer: int) -> int:
+    """Load a state word of the peer, bounded also where that is a round trip over a network.
+
+    Raises:
+        TransferTimeoutError: the deadline passed.
+    """
+    if endpoint.has_immediate_words:
+        return await endpoint.load_word(word)
+    with anyio.move_on_after(timeout_s):
+        return await endpoint.load_word(word)
+    raise TransferTimeoutError(
+        f"cluster {peer}'s memory did not say in time whether the cache is still valid; nothing is known of the bytes",
+        peer=peer,
+        phase="settle",
+    )
 
 
 async def get_checked(
@@ -26,6 +44,7 @@ async def get_checked(
     if nbytes <= endpoint.immediate_nbytes:
         await endpoint.get(extents, nbytes)
     else:
+        started = perf_counter()
         with anyio.move_on_after(timeout_s) as scope:
             await endpoint.get(extents, nbytes)
         if scope.cancelled_caught:
@@ -34,7 +53,12 @@ async def get_checked(
                 peer=peer,
                 phase="transfer",
             )
-    if await endpoint.load_word(found.word) != found.generation:
+        timeout_s = max(0.0, timeout_s - (perf_counter() - started))
+    if endpoint.has_immediate_words:
+        generation = await endpoint.load_word(found.word)
+    else:
+        generation = await load_word_within(endpoint, found.word, timeout_s=timeout_s, peer=peer)
+    if generation != found.generation:
         raise CacheNotFoundError(
             f"cache {found.cache_id} of cluster {peer} ended while it was being read; the destination holds rubbish",
             peer=peer,

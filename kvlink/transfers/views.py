@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 
 import anyio
 
@@ -13,6 +14,7 @@ from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.memory.regions import STATE
 from kvlink.memory.stateregion import WORD_NBYTES
+from kvlink.transfers.transfer import load_word_within
 from kvlink.wire import CloseRead, Found, LookUp, Message, OpenRead, OpenWrite, Target
 
 
@@ -39,8 +41,11 @@ async def find_cache(link: Link, target: Target, timeout_s: float) -> Found:
     """
     found = link.views.get(target)
     if found is not None:
-        if await link.endpoint.load_word(found.word) == found.generation:
+        started = perf_counter()
+        word = await load_word_within(link.endpoint, found.word, timeout_s=timeout_s, peer=link.peer)
+        if word == found.generation:
             return found
+        timeout_s = max(0.0, timeout_s - (perf_counter() - started))
         link.views.pop(target, None)
     found = await _ask(link, LookUp, target, timeout_s=timeout_s)
     link.views[target] = found
@@ -59,8 +64,11 @@ async def open_write(link: Link, target: Target, *, timeout_s: float) -> WriteGr
     """
     grant = link.grants.get(target)
     if grant is not None:
-        if await link.endpoint.load_word(grant.found.word) == grant.found.generation:
+        started = perf_counter()
+        word = await load_word_within(link.endpoint, grant.found.word, timeout_s=timeout_s, peer=link.peer)
+        if word == grant.found.generation:
             return grant
+        timeout_s = max(0.0, timeout_s - (perf_counter() - started))
         link.grants.forget(target)
     await _ask(link, OpenWrite, target, timeout_s=timeout_s, for_writing=True)
     grant = link.grants.get(target)

@@ -7,9 +7,11 @@ whether the bytes were worth moving is settled above, by the state word.
 Rules for every implementation:
 
 - One-sided: `get` and `put` need nothing of the peer's CPU, unless `Capabilities.is_one_sided` is false.
+- A completion may come late, in any order, or never: whoever calls has a deadline, unless told that there is no wait.
 - Quiet: when `get` or `put` has ended in any way, our memory is not written any more for it. Cancellation drains.
 - `load_word` is ordered after every `get` that has returned.
 - An endpoint that is aborted, or whose peer is gone, fails what is in flight and everything later with `LinkLostError`.
+- What cannot be moved although the peer is there is a `TransportError`; the endpoint stays usable.
 """
 
 from __future__ import annotations
@@ -62,6 +64,9 @@ class Endpoint(ABC):
     capabilities: Capabilities
     immediate_nbytes: int = 0
     """A get or put of at most this size never waits, so it needs no deadline."""
+
+    has_immediate_words: bool = False
+    """`load_word` never waits, so it needs no deadline either."""
 
     @abstractmethod
     async def get(self, extents: Sequence[Extent], nbytes: int) -> None:

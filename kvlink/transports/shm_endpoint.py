@@ -58,6 +58,7 @@ class ShmEndpoint(Endpoint):
 
     name = "shm"
     capabilities = Capabilities(is_one_sided=True, is_same_host=True)
+    has_immediate_words = True
 
     def __init__(self, local: LocalMemory, copier: Copier, channel: Channel, config: ClusterConfig) -> None:
         self._local = local

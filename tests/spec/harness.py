@@ -9,6 +9,7 @@ The child is ``python -m tests.spec.harness ... SETTINGS``.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +19,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import anyio
 
 import kvlink as kv
+from kvlink.testing import Faults, FaultyTransport
+from kvlink.transports.base import Transport
 from tests.support import actor as support_actor
 from tests.support.inside import link_to, used_nbytes
 from tests.support.pattern import Stamp, fill
@@ -30,7 +33,16 @@ D: Final = 2
 LIMIT_S: Final = 30.0
 """No test takes that long; one that would hang is cancelled from within."""
 
+LATE: Final = Faults(seed=1, delay=0.3, reorder=0.4, repeat=0.2, longest_delay_s=0.001)
+LATE_VARIABLE: Final = "KVLINK_TESTS_LATE"
+"""Set while the transports of a test, and of its children, are to be `LATE`."""
+
 Desc = kv.CacheDesc
+
+
+def late_if_asked(transport: Transport) -> Transport:
+    """Put `LATE` around a transport where the test asks for that."""
+    return FaultyTransport(transport, LATE) if LATE_VARIABLE in os.environ else transport
 
 
 class Pair(NamedTuple):
@@ -61,7 +73,12 @@ async def cluster(
 ) -> AsyncIterator[kv.Cluster]:
     """Run a cluster; the keywords are fields of its `ClusterConfig`."""
     async with kv.Cluster(
-        cluster_id=cluster_id, role=role, pool=pool, host_pool=host_pool, config=kv.ClusterConfig(**config)
+        cluster_id=cluster_id,
+        role=role,
+        pool=pool,
+        host_pool=host_pool,
+        config=kv.ClusterConfig(**config),
+        wrap_transport=late_if_asked,
     ) as made:
         yield made
 
@@ -372,6 +389,7 @@ def main() -> None:
     """Serve as the child of a test, obeying as a `SpecActor` does."""
     sys.argv[1:] = sys.argv[-1:]
     vars(support_actor)["Actor"] = SpecActor
+    vars(support_actor)["wrap_transport"] = late_if_asked
     support_actor.main()
 
 

@@ -24,9 +24,13 @@ from typing import Any
 import anyio
 
 import kvlink as kv
+from kvlink.transports.base import Transport
 from tests.support import inside
 from tests.support.pattern import Stamp, fill, read_stamp
 from tests.support.pattern import faults as find_faults
+
+wrap_transport: Callable[[Transport], Transport] | None = None
+"""What stands between the cluster and its transports."""
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -209,6 +213,7 @@ async def serve(talk: socket.socket, settings: dict[str, Any]) -> None:
         pool=settings["pool"],
         listen=settings["listen"],
         config=kv.ClusterConfig(**settings["config"]),
+        wrap_transport=wrap_transport,
     )
     async with cluster, anyio.create_task_group() as tasks:
         actor = Actor(cluster, settings["life"])
