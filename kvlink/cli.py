@@ -27,12 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from kvlink.benchmarks.command import main as bench
 
         return bench(given[1:])
+    if given[:1] == ["doctor"]:
+        from kvlink.doctor.command import main as doctor
+
+        return doctor(given[1:])
     parser = argparse.ArgumentParser(prog="kvlink", description="KV-cache transfer between serving processes")
     parser.add_argument("--version", action="version", version=f"kvlink {version('kvlink')}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="say what this host can do")
     info.add_argument("--json", action="store_true", help="as JSON")
     commands.add_parser("bench", help="measure how fast blocks move on this host")
+    commands.add_parser("doctor", help="try what this host can do, and say what to do about what it cannot")
     arguments = parser.parse_args(given)
     facts = _facts()
     if arguments.json:

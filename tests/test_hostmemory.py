@@ -50,3 +50,14 @@ def test_a_segment_larger_than_the_host_is_refused_before_anything_is_taken() ->
         Segment.create("more than there is", before * 4)
     assert caught.value.needed >= before * 4
     assert 0 < caught.value.free < caught.value.needed
+
+
+def test_groups_of_the_first_version_count_too(tmp_path: Path) -> None:
+    """A container of a host with version 1 groups is not told of a pool that would get it killed."""
+    proc, groups = host(tmp_path, group="12:cpu:/x\n9:memory,pids:/box\n0::/\n")
+    for folder, limit in (("memory", 2**63 - 4096), ("memory/box", 700_000)):
+        (groups / folder).mkdir(parents=True, exist_ok=True)
+        (groups / folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (groups / folder / "memory.usage_in_bytes").write_text("200000\n")
+        (groups / folder / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 1000\n")
+    assert available_nbytes(proc, groups) == 501_000
