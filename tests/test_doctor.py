@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from kvlink.doctor.command import examine, show
 from kvlink.doctor.fabric import rdma_devices
 from kvlink.doctor.findings import Diagnosis, Finding, State
 from kvlink.doctor.host import Host, show_nbytes
+from kvlink.transports.ucx.library import Device, UcxReport
 from tests.support import sandbox
 from tests.support.peer import PATHS
 
@@ -27,6 +29,19 @@ WELL: Final[dict[str, Answer]] = {
     "sharing": Answer({"segment": "", "passing": "", "pidfd": ""}),
     "foreign": Answer({"plain": "", "permitted": ""}),
     "sockets": Answer({"ipv4": "", "ipv6": ""}),
+    "ucx": Answer(
+        asdict(
+            UcxReport(
+                version="1.22.0",
+                path="/usr/lib/libucp.so.0",
+                origin="system",
+                configure_line="--with-verbs",
+                has_verbs=True,
+                is_one_sided=True,
+                devices=(Device("rc_mlx5", "mlx5_0:1"), Device("cma", "memory")),
+            )
+        )
+    ),
 }
 
 # A host as the kernel writes it: the files that the doctor reads, and nothing else.
@@ -65,11 +80,12 @@ def host_of(root: Path, *layers: Mapping[str, str], without: str = "nothing") ->
 def diagnose(host: Host | None = None, **answers: Answer) -> Diagnosis:
     """Examine a host whose probes go well, but for those given."""
 
-    def probe(names: Sequence[str]) -> Mapping[str, Answer]:
-        given = {**WELL, **answers}
-        return {name: given.get(name, Answer({}, "no such probe")) for name in names}
+    return examine(host, probe=lambda probes: {name: {**WELL, **answers}[name] for name in probes})
 
-    return examine(host, probe)
+
+def ucx(**changes: Any) -> Answer:
+    """Return what the probe of UCX says of a good library, but for `changes`."""
+    return Answer({**WELL["ucx"].facts, **changes})
 
 
 def finding(diagnosis: Diagnosis, name: str) -> Finding:
@@ -119,7 +135,7 @@ def test_shape_of_the_json_is_kept(tmp_path: Path) -> None:
     assert names >= {
         *("pool-memory", "descriptor-passing", "process-death", "registered-memory", "loopback", "memory", "cores"),
         *("open-files", "locked-memory", "huge-pages", "transparent-huge-pages", "numa", "event-loops"),
-        *("rdma-devices", "rdma-access"),
+        *("rdma-devices", "rdma-access", "ucx-library", "ucx-transports"),
     }
     assert len(names) == len(said["checks"])
     for check in said["checks"]:
@@ -213,6 +229,17 @@ LACKS: Final[dict[str, tuple[dict[str, Any], dict[str, str], str, State, str, bo
         *("rdma-devices", State.WARN, "no port is active", False),
     ),
     "no card": ({}, {}, "rdma-devices", State.MISSING, "network card", False),
+    "no UCX": (
+        {"ucx": ucx(problem="there is no libucp", remedy="pip install 'kvlink[ucx]'")},
+        {},
+        *("ucx-library", State.MISSING, "pip install", False),
+    ),
+    "an old UCX": ({"ucx": ucx(is_one_sided=False)}, {}, "ucx-library", State.WARN, "1.19 or newer", False),
+    "a UCX that is blind to the card": (
+        {"ucx": ucx(has_verbs=False, remedy="this UCX cannot use mlx5_0: install one with verbs")},
+        CARD,
+        *("ucx-transports", State.WARN, "install one with verbs", False),
+    ),
     "no huge pages": ({}, {}, "huge-pages", State.MISSING, "vm.nr_hugepages", False),
     "huge pages all in use": (
         {},
@@ -232,6 +259,26 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path: Path, case: str) -> 
     assert words in f"{found.found} {found.advice}"
     assert found.advice
     assert diagnosis.is_well is not is_failure
+
+
+# What the host has besides PLAIN, what UCX says, and what would then carry a link to another host, with words of why.
+CHOICES: Final[dict[str, tuple[dict[str, str], Answer, str | None, str]]] = {
+    "all is there": (CARD, ucx(), "ucx", "UCX 1.22.0 over mlx5_0:1"),
+    "no card": ({}, ucx(), None, "rdma-devices: none"),
+    "no library": (CARD, ucx(problem="there is no libucp", remedy="install"), None, "there is no libucp"),
+    "the wheel": (CARD, ucx(has_verbs=False), None, "built without RDMA"),
+    "UCX crashes": (CARD, Answer({}, "its process was ended by SIGSEGV"), None, "SIGSEGV"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_what_carries_a_link_is_told_with_the_reason(tmp_path: Path, case: str) -> None:
+    """Another host is reached by UCX over RDMA or not at all, and the first obstacle is the one that is named."""
+    files, answer, transport, words = CHOICES[case]
+    here, there = diagnose(host_of(tmp_path, PLAIN, files), ucx=answer).links
+    assert here.transport == "shm"
+    assert (there.place, there.transport) == ("another host", transport)
+    assert words in there.reason
 
 
 def test_a_card_that_the_container_may_not_open(tmp_path: Path) -> None:
@@ -267,8 +314,7 @@ def test_strange_files_are_no_reason_to_fail(tmp_path: Path) -> None:
 def test_need_makes_an_option_a_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--need`` turns the status to 1 where that check is not satisfied; a check that does not exist is refused."""
     monkeypatch.setattr("kvlink.doctor.command.Host", lambda: host_of(tmp_path, PLAIN))
-    monkeypatch.setattr("kvlink.doctor.command.run_probes", lambda names: {name: WELL[name] for name in names})
-    monkeypatch.setattr(examine, "__defaults__", (None, lambda names: WELL))
+    monkeypatch.setattr(examine, "__kwdefaults__", {"ucx_library": None, "probe": lambda probes: WELL})
     assert cli.main(["doctor"]) == 0
     assert cli.main(["doctor", "--need", "rdma-devices"]) == 1
     assert cli.main(["doctor", "--need", "memory"]) == 0
@@ -289,7 +335,10 @@ def test_a_probe_that_dies_hangs_or_fails_is_an_answer(monkeypatch: pytest.Monke
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     started = time.monotonic()
-    answers = {**run_probes(["hang"], timeout_s=0.5), **run_probes(["sockets", "crash", "noise", "unknown"])}
+    answers = {
+        **run_probes({"hang": ()}, timeout_s=0.5),
+        **run_probes({"sockets": (), "crash": (), "noise": (), "unknown": ()}),
+    }
     assert time.monotonic() - started < 10
     assert answers["sockets"].facts["ipv4"] == ""
     assert answers["crash"].failure == "its process was ended by SIGABRT"
@@ -301,7 +350,7 @@ def test_a_probe_that_dies_hangs_or_fails_is_an_answer(monkeypatch: pytest.Monke
 def test_without_processes_there_is_still_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no child can be started, that is what every probe says."""
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    assert "no process could be started" in run_probes(["sharing"])["sharing"].failure
+    assert "no process could be started" in run_probes({"sharing": ()})["sharing"].failure
 
 
 def test_what_the_host_refuses_is_told_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

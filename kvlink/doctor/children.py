@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,14 +29,17 @@ class Answer:
     failure: str = ""
 
 
-def run_probes(names: Sequence[str], *, timeout_s: float = PROBE_TIMEOUT_S) -> dict[str, Answer]:
-    """Run probes side by side, each in a process of its own; the slowest has `timeout_s`. Never raises for a probe."""
+def run_probes(probes: Mapping[str, Sequence[str]], *, timeout_s: float = PROBE_TIMEOUT_S) -> dict[str, Answer]:
+    """Run probes, given with their arguments, side by side, each in a process of its own.
+
+    The slowest has `timeout_s`. Never raises for what a probe does.
+    """
     deadline = time.monotonic() + timeout_s
     started: dict[str, subprocess.Popen[bytes] | str] = {}
     answers = {}
     try:
-        for name in names:
-            started[name] = _start(name)
+        for name, arguments in probes.items():
+            started[name] = _start(name, arguments)
         for name, process in started.items():
             answers[name] = (
                 Answer({}, process)
@@ -50,11 +53,11 @@ def run_probes(names: Sequence[str], *, timeout_s: float = PROBE_TIMEOUT_S) -> d
     return answers
 
 
-def _start(name: str) -> subprocess.Popen[bytes] | str:
+def _start(name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes] | str:
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # it must find the kvlink that asks
     try:
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "kvlink.doctor.probes", name],
+            [sys.executable, "-W", "ignore", "-m", "kvlink.doctor.probes", name, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

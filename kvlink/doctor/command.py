@@ -9,17 +9,17 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from typing import Final
 
 from kvlink.doctor.children import Answer, run_probes
-from kvlink.doctor.fabric import choose, examine_devices
+from kvlink.doctor.fabric import choose, examine_devices, examine_ucx
 from kvlink.doctor.findings import Diagnosis, Finding, State
 from kvlink.doctor.host import Host, examine_host
 from kvlink.doctor.sharing import examine_sharing
 from kvlink.wire import PROTOCOL_VERSION
 
-_PROBES: Final = ("sharing", "foreign", "sockets")
+Probe = Callable[[Mapping[str, Sequence[str]]], Mapping[str, Answer]]
+
 _TITLES: Final = {"memory": "shared memory", "host": "this host", "ucx": "other hosts"}
 
 
@@ -38,8 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="CHECK",
         help="count this check as needed, e.g. rdma-devices; may be given several times",
     )
+    parser.add_argument(
+        "--ucx-library", metavar="PATH", help="the libucp to look at; default: the one kvlink would use"
+    )
     arguments = parser.parse_args(argv)
-    diagnosis = examine()
+    diagnosis = examine(ucx_library=arguments.ucx_library)
     unknown = set(arguments.need) - {finding.name for finding in diagnosis.findings}
     if unknown:
         names = ", ".join(finding.name for finding in diagnosis.findings)
@@ -52,16 +55,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if diagnosis.is_well else 1
 
 
-def examine(host: Host | None = None, probe: Callable[[Sequence[str]], Mapping[str, Answer]] = run_probes) -> Diagnosis:
+def examine(host: Host | None = None, *, ucx_library: str | None = None, probe: Probe = run_probes) -> Diagnosis:
     """Look at everything. Takes a second or two; nothing on the host is changed, and no failure of a check raises.
 
     Args:
         host: where to read; None for this host.
-        probe: runs the probes of these names.
+        ucx_library: the libucp to look at; None for the one that a cluster would use.
+        probe: runs probes, given with their arguments.
     """
     host = host or Host()
-    answers = probe(_PROBES)
-    findings = tuple(chain(examine_sharing(host, answers), examine_host(host), examine_devices(host)))
+    ucx = () if ucx_library is None else (ucx_library,)
+    answers = probe({"sharing": (), "foreign": (), "sockets": (), "ucx": ucx})
+    devices = tuple(examine_devices(host))
+    findings = (
+        *examine_sharing(host, answers),
+        *examine_host(host),
+        *devices,
+        *examine_ucx(answers["ucx"], has_cards=devices[0].state is not State.MISSING),
+    )
     return Diagnosis(findings, choose(findings), _versions())
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from kvlink.doctor.children import Answer
 from kvlink.doctor.findings import Finding, Served, State
 from kvlink.doctor.host import Host
 
@@ -78,6 +79,48 @@ def is_active(port: Mapping[str, Any]) -> bool:
     return bool(port["state"] == "ACTIVE")
 
 
+def examine_ucx(answer: Answer, *, has_cards: bool) -> Iterator[Finding]:
+    """Yield what the probe ``ucx`` found: the library, and what it can use.
+
+    Args:
+        has_cards: whether this host has RDMA devices: a UCX that cannot use them is then a fault.
+    """
+    facts = answer.facts
+    remedy = str(facts.get("remedy", ""))
+    problem = f"looking for it failed: {answer.failure}" if answer.failure else str(facts.get("problem", ""))
+    if problem:
+        yield Finding(
+            name="ucx-library",
+            group="ucx",
+            state=State.MISSING,
+            found=(problem.replace(remedy, "") if remedy else problem).rstrip(" :;"),
+            advice=remedy or "run `ucx_info -v` to see whether this UCX works at all",
+            facts=facts,
+        )
+        return
+    is_old = not facts["is_one_sided"]
+    yield Finding(
+        name="ucx-library",
+        group="ucx",
+        state=State.WARN if is_old else State.OK,
+        found=f"UCX {facts['version']} at {facts['path']} ({facts['origin']})",
+        advice="on one host it serves reads by messages only, which needs the owner's help: take UCX 1.19 or newer"
+        if is_old
+        else "",
+        facts={name: facts[name] for name in ("version", "path", "origin", "configure_line", "is_one_sided")},
+    )
+    names = sorted({str(transport) for transport, _ in facts["devices"]})
+    is_blind = has_cards and not facts["has_verbs"]
+    yield Finding(
+        name="ucx-transports",
+        group="ucx",
+        state=State.WARN if is_blind or not names else State.OK,
+        found=(", ".join(names) or "none") + ("" if facts["has_verbs"] else "; built without RDMA (verbs)"),
+        advice=(remedy or "run `ucx_info -d` of this UCX to see why") if is_blind or not names else "",
+        facts={"devices": facts["devices"], "has_verbs": facts["has_verbs"]},
+    )
+
+
 def choose(findings: Sequence[Finding]) -> tuple[Served, ...]:
     """Say what would carry a link to a process of this host, and to one of another host."""
     by_name = {finding.name: finding for finding in findings}
@@ -85,15 +128,28 @@ def choose(findings: Sequence[Finding]) -> tuple[Served, ...]:
 
 
 def _same_host(by_name: Mapping[str, Finding]) -> Served:
-    for name in ("pool-memory", "descriptor-passing"):
-        if by_name[name].state is not State.OK:
-            return Served("same host", None, f"no shared memory: {by_name[name].found}")
-    reach = "registered memory too" if by_name["registered-memory"].state is State.OK else "registered memory is staged"
+    broken = next((by_name[name] for name in ("pool-memory", "descriptor-passing") if not _works(by_name, name)), None)
+    if broken is not None:
+        return Served("same host", None, f"no shared memory: {broken.found}")
+    reach = "registered memory too" if _works(by_name, "registered-memory") else "registered memory is staged"
     return Served("same host", "shm", f"shared memory works here; {reach}")
 
 
 def _another_host(by_name: Mapping[str, Finding]) -> Served:
-    return Served("another host", None, f"no transport to other hosts: {by_name['rdma-devices'].found}")
+    """RDMA or nothing: what is in the way, the first thing first."""
+    for name in ("rdma-devices", "rdma-access", "ucx-library"):
+        found = by_name[name]
+        if found.state is State.MISSING or (name == "rdma-devices" and found.state is not State.OK):
+            return Served("another host", None, f"{name}: {found.found}")
+    if not by_name["ucx-transports"].facts["has_verbs"]:
+        return Served("another host", None, f"ucx-transports: {by_name['ucx-transports'].found}")
+    ports = ", ".join(by_name["rdma-devices"].facts["active_ports"])
+    version = by_name["ucx-library"].facts["version"]
+    return Served("another host", "ucx", f"UCX {version} over {ports}; the peer needs the same major and minor")
+
+
+def _works(by_name: Mapping[str, Finding], name: str) -> bool:
+    return by_name[name].state is State.OK
 
 
 def _describe(device: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
@@ -77,10 +78,18 @@ def probe_sockets() -> dict[str, Any]:
     }
 
 
-PROBES: Final[dict[str, Callable[[], dict[str, Any]]]] = {
+def probe_ucx(library_path: str | None = None) -> dict[str, Any]:
+    """Open libucp and ask what it can do here."""
+    from kvlink.transports.ucx.library import probe
+
+    return asdict(probe(library_path))
+
+
+PROBES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
     "sharing": probe_sharing,
     "foreign": probe_foreign,
     "sockets": probe_sockets,
+    "ucx": probe_ucx,
 }
 
 
@@ -178,7 +187,7 @@ def main(arguments: list[str]) -> None:
                 if not sys.stdin.readline():
                     return
         else:
-            os.write(fd, json.dumps(PROBES[arguments[0]]()).encode() + b"\n")
+            os.write(fd, json.dumps(PROBES[arguments[0]](*arguments[1:])).encode() + b"\n")
 
 
 if __name__ == "__main__":
