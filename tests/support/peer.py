@@ -243,6 +243,8 @@ async def spawn_peer(
     max_fds: int | None = None,
     environ: Mapping[str, str] | None = None,
     python: Sequence[str] = ("-W", "error"),
+    program: str = "tests.support.actor",
+    inside: Sequence[str] = (),
 ) -> AsyncIterator[Peer]:
     """Run a cluster in a process of its own for as long as the context lasts.
 
@@ -256,6 +258,8 @@ async def spawn_peer(
         max_fds: how many descriptors it may have; None for no limit of its own.
         environ: variables besides those of the test's process.
         python: options of the interpreter.
+        program: the module to run, which acts as `tests.support.actor` does.
+        inside: a program, with arguments, that becomes the interpreter: one that enters a namespace, for example.
     """
     settings = {
         "cluster_id": cluster_id,
@@ -267,7 +271,7 @@ async def spawn_peer(
         "config": config or {},
         "max_fds": max_fds,
     }
-    peer = _start(settings, environ or {}, python)
+    peer = _start([*inside, sys.executable, *python, "-m", program, json.dumps(settings)], environ or {})
     try:
         peer.cluster_id, peer.life = cluster_id, life
         peer.address = await peer.result(0, "starting", within_s=CALL_TIMEOUT_S)
@@ -281,13 +285,13 @@ async def spawn_peer(
         peer.end()
 
 
-def _start(settings: dict[str, Any], environ: Mapping[str, str], python: Sequence[str]) -> Peer:
+def _start(command: Sequence[str], environ: Mapping[str, str]) -> Peer:
     ours, theirs = socket.socketpair()
     log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by Peer.end
     try:
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, *python, "-m", "tests.support.actor", json.dumps(settings)],
+                command,
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=log,
