@@ -14,6 +14,7 @@ Who says what:
 ========================  =========================================================================================
 `Hello`, `Refuse`         the handshake, both ways; `Refuse` ends it
 `Ready`                   the handshake's end: which transport serves this link, and why not a better one
+`Share`                   "this region of mine can be addressed so", for transports without a channel of their own
 `LookUp`, `OpenRead`      "where is this cache?", without and with a read lease; answered by `Found` or `Failed`
 `OpenWrite`               the same with a write lease
 `CloseRead`               "I have read": gives the lease back and says what was read; no answer
@@ -42,13 +43,15 @@ _FORMAT_VERSION: Final = 1
 _HEADER: Final = struct.Struct(">2sBBI")
 _MAGIC: Final = b"kv"
 
-HELLO_MAX_NBYTES: Final = 4096
+HELLO_MAX_NBYTES: Final = 16 * 1024
 """Largest frame accepted from a peer that has not said who it is."""
 
 UInt64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Bytes16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Text = Annotated[str, Meta(max_length=1024)]
+Card = Annotated[bytes, Meta(max_length=8192)]
+"""What a transport says to its other half during the handshake; only that transport can read it."""
 
 
 class Hello(Struct, frozen=True, tag="hello", kw_only=True):
@@ -60,10 +63,8 @@ class Hello(Struct, frozen=True, tag="hello", kw_only=True):
     role: UInt32
     transports: Annotated[tuple[Text, ...], Meta(max_length=16)]
     expects: UInt64 | None = None
-    descriptor_address: Text | None = None
-    """Where the accepting side hands out descriptors of its memory: the name of an abstract Unix socket."""
-    descriptor_token: Annotated[bytes, Meta(max_length=32)] = b""
-    """What to show there; good for this handshake only."""
+    offers: Annotated[dict[Text, Card], Meta(max_length=16)] = {}
+    """From the accepting side: how to attach, by transport; good for this handshake only."""
 
 
 class Refuse(Struct, frozen=True, tag="refuse", kw_only=True):
@@ -78,6 +79,21 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
     """I am ready to serve this link over `transport` (empty: control messages only), chosen for `reason`."""
 
     transport: Text
+    reason: Text = ""
+    card: Card = b""
+    """From the dialling side: what the transport's other half needs to know of it."""
+
+
+class Share(Struct, frozen=True, tag="share", kw_only=True):
+    """You may address `nbytes` of my memory at `address` as region `region`, with `key`; or not, for `reason`.
+
+    For transports that have no channel of their own for this.
+    """
+
+    region: UInt64
+    nbytes: UInt64
+    address: UInt64
+    key: Annotated[bytes, Meta(max_length=8192)]
     reason: Text = ""
 
 
@@ -212,6 +228,7 @@ Message = (
     Hello
     | Refuse
     | Ready
+    | Share
     | LookUp
     | OpenRead
     | OpenWrite

@@ -19,6 +19,7 @@ from kvlink.geometry import CacheGeometry
 from kvlink.memory.regions import POOL, STATE
 from kvlink.transports.shm_channel import SharedRegion
 from kvlink.wire import (
+    HELLO_MAX_NBYTES,
     CloseRead,
     CloseWrite,
     Found,
@@ -38,7 +39,7 @@ from kvlink.wire import (
 from tests.support.loops import until
 from tests.support.pattern import expect
 from tests.support.peer import Peer, spawn_peer
-from tests.support.stranger import Stranger, dial_channel, hear_hang_up, hello, memfds, send_regions
+from tests.support.stranger import Stranger, dial_channel, hear_hang_up, hello, memfds, send_regions, token_of
 
 SHAPE = (64, 4096)
 DESC = kv.CacheDesc(4, SHAPE, "uint8")
@@ -130,7 +131,7 @@ async def test_random_garbage_costs_its_own_connection_alone(victim_loop: str) -
                 await here.serves_old_link()
 
 
-@pytest.mark.parametrize("nbytes", [4097, 2**20, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("nbytes", [HELLO_MAX_NBYTES + 1, 2**20, 2**31, 2**32 - 1])
 async def test_an_oversized_frame_is_refused_before_it_is_read(nbytes: int) -> None:
     """The length in the header is enough: the connection ends without waiting for the body."""
     async with scene() as here:
@@ -254,7 +255,7 @@ def _attached(victim: Peer) -> Iterator[tuple[Stranger, socket.socket]]:
     with Stranger.dial(victim.address) as stranger:
         answer = stranger.greet(victim.cluster_id)
         with dial_channel(answer) as channel, memfds(8192, 8192) as descriptors:
-            channel.sendall(answer.descriptor_token)
+            channel.sendall(token_of(answer))
             send_regions(channel, [SharedRegion(POOL, 8192, True), SharedRegion(STATE, 8192, True)], descriptors)
             yield stranger, channel
 
@@ -280,14 +281,14 @@ async def test_the_descriptor_socket_believes_only_its_tokens(victim_loop: str) 
     async with scene(victim_loop) as here:
         with Stranger.dial(here.victim.address) as stranger:
             answer = stranger.greet(1)
-            for token in (os.urandom(32), b"\0" * 32, b"short", answer.descriptor_token[::-1], os.urandom(5000)):
+            for token in (os.urandom(32), b"\0" * 32, b"short", token_of(answer)[::-1], os.urandom(5000)):
                 with dial_channel(answer) as channel:
                     channel.sendall(token)
                     channel.shutdown(socket.SHUT_WR)
                     hear_hang_up(channel)
             with dial_channel(answer) as first, dial_channel(answer) as second:
-                first.sendall(answer.descriptor_token)
-                second.sendall(answer.descriptor_token)
+                first.sendall(token_of(answer))
+                second.sendall(token_of(answer))
                 # The token is good once: whichever is read second is hung up on.
                 first.settimeout(0.5)
                 second.settimeout(0.5)
@@ -301,7 +302,7 @@ async def test_the_descriptor_socket_believes_only_its_tokens(victim_loop: str) 
                         pass
                 assert num_closed == 1
         with dial_channel(answer) as channel:
-            channel.sendall(answer.descriptor_token)
+            channel.sendall(token_of(answer))
             hear_hang_up(channel)  # stale: its handshake has ended
 
 
@@ -393,7 +394,7 @@ async def test_descriptors_that_are_not_what_was_announced_are_refused(send: Cal
             with Stranger.dial(here.victim.address) as stranger:
                 answer = stranger.greet(1)
                 with dial_channel(answer) as channel:
-                    channel.sendall(answer.descriptor_token)
+                    channel.sendall(token_of(answer))
                     send(channel)
                     channel.shutdown(socket.SHUT_WR)
                     hear_hang_up(channel)
@@ -482,7 +483,7 @@ async def test_a_role_that_does_not_exist_is_refused(role: int) -> None:
             answer = stranger.hear()
             if isinstance(answer, Hello):  # it may be found later
                 with dial_channel(answer) as channel, memfds(8192, 8192) as fds:
-                    channel.sendall(answer.descriptor_token)
+                    channel.sendall(token_of(answer))
                     send_regions(channel, [SharedRegion(POOL, 8192, True), SharedRegion(STATE, 8192, True)], fds)
                     socket.recv_fds(channel, 1, 0)
                     stranger.say(Ready(transport="shm"))
@@ -564,7 +565,7 @@ def _transport_unknown(stranger: Stranger) -> None:
 
 
 def _descriptors_nowhere(stranger: Stranger) -> None:
-    stranger.say(hello(descriptor_address="nowhere at all", descriptor_token=b"x" * 32))
+    stranger.say(hello(offers={"shm": b"x" * 32 + b"nowhere at all"}))
     stranger.hear_end()
 
 
@@ -593,7 +594,7 @@ def _accept_channel(stranger: Stranger, ours: Hello, send: Callable[[socket.sock
         listener.bind("\0" + name)
         listener.listen()
         fields = msgspec.structs.asdict(ours)
-        stranger.say(Hello(**{**fields, "descriptor_address": name, "descriptor_token": b"x" * 32}))
+        stranger.say(Hello(**{**fields, "offers": {"shm": b"x" * 32 + name.encode()}}))
         channel, _ = listener.accept()
         with channel:
             channel.settimeout(10)

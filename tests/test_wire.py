@@ -38,6 +38,7 @@ from kvlink.wire import (
     Ready,
     Recall,
     Refuse,
+    Share,
     Stage,
     Target,
     encode,
@@ -72,11 +73,17 @@ FIELDS: Final[dict[type, dict[str, st.SearchStrategy[Any]]]] = {
         "role": UINT32,
         "transports": st.lists(TEXT, max_size=16).map(tuple),
         "expects": st.none() | UINT64,
-        "descriptor_address": st.none() | TEXT,
-        "descriptor_token": st.binary(max_size=32),
+        "offers": st.dictionaries(TEXT, st.binary(max_size=100), max_size=4),
     },
     Refuse: {"status": UINT32, "field": TEXT, "text": TEXT},
-    Ready: {"transport": TEXT, "reason": TEXT},
+    Ready: {"transport": TEXT, "reason": TEXT, "card": st.binary(max_size=100)},
+    Share: {
+        "region": UINT64,
+        "nbytes": UINT64,
+        "address": UINT64,
+        "key": st.binary(max_size=100),
+        "reason": TEXT,
+    },
     LookUp: {"seq": UINT64, "target": TARGETS},
     OpenRead: {"seq": UINT64, "target": TARGETS, "lease_s": st.floats(0, 1e9, exclude_min=True)},
     OpenWrite: {"seq": UINT64, "target": TARGETS},
@@ -373,7 +380,7 @@ def test_feed_says_what_messages_says(stream: bytes) -> None:
             "incarnation": b"i" * 16,
             "role": 1,
             "transports": [],
-            "descriptor_token": b"t" * 33,
+            "offers": {"t": b"c" * 8193},
         },
         {
             "type": "stage",
@@ -462,17 +469,16 @@ def test_oversize_is_refused_by_the_header_alone() -> None:
 
 
 def test_a_stranger_gets_little_room() -> None:
-    """Until the peer has said who it is, a frame may have 4096 bytes, and the longest hello fits."""
-    assert HELLO_MAX_NBYTES == 4096
-    with pytest.raises(ProtocolError, match="4097 bytes; at most 4096"):
-        FrameDecoder().feed(frame(b"", nbytes=4097))
+    """Until the peer has said who it is, a frame may have 16 KiB, and the longest hello fits."""
+    assert HELLO_MAX_NBYTES == 16384
+    with pytest.raises(ProtocolError, match="16385 bytes; at most 16384"):
+        FrameDecoder().feed(frame(b"", nbytes=16385))
     longest = hello(
         version=2**32 - 1,
         cluster_id=2**64 - 1,
         transports=("transport-name",) * 16,
         expects=2**64 - 1,
-        descriptor_address="a" * 107,
-        descriptor_token=b"t" * 32,
+        offers={"shm": b"t" * 139, "ucx": b"c" * 8192},
     )
     assert FrameDecoder().feed(encode(longest)) == [longest]
 

@@ -100,7 +100,7 @@ async def greet_as_dialler(
         check_hello(ours, hello, whom=whom, expects=expects)
         endpoint, reason = await _attach(transports, hello, whom)
         try:
-            await talk.send(Ready(transport=endpoint.name, reason=reason))
+            await talk.send(Ready(transport=endpoint.name, reason=reason, card=endpoint.card))
             await talk.receive(Ready)
         except BaseException:
             endpoint.abort()
@@ -140,7 +140,7 @@ async def greet_as_acceptor(
                 raise RefusedError(
                     f"{whom} chose a transport {ready.transport!r} that was not offered", field="transport"
                 )
-            endpoint = await transport.accept(offer)
+            endpoint = await transport.accept(offer, ready.card)
             try:
                 await talk.send(Ready(transport=endpoint.name))
             except BaseException:
@@ -156,24 +156,20 @@ async def greet_as_acceptor(
 
 
 def _with_offers(ours: Hello, offers: dict[str, Offer | None]) -> Hello:
-    shm = offers.get("shm")
-    return structs.replace(
-        ours,
-        transports=tuple(name for name, offer in offers.items() if offer is not None),
-        descriptor_address=shm.address if shm else None,
-        descriptor_token=shm.token if shm else b"",
-    )
+    cards = {name: offer.card for name, offer in offers.items() if offer is not None}
+    return structs.replace(ours, transports=tuple(cards), offers=cards)
 
 
 async def _attach(transports: Sequence[Transport], hello: Hello, whom: str) -> tuple[Endpoint, str]:
     """Return the first transport that reaches the peer, and why no earlier one does."""
     reasons: list[str] = []
     for transport in transports:
-        if transport.name not in hello.transports:
+        card = hello.offers.get(transport.name)
+        if card is None:
             reasons.append(f"{transport.name}: the peer does not offer it")
             continue
         try:
-            endpoint = await transport.dial(Offer(hello.descriptor_address or "", hello.descriptor_token))
+            endpoint = await transport.dial(card)
         except LinkError as exc:
             reasons.append(f"{transport.name}: {exc}")
             continue

@@ -35,6 +35,7 @@ from kvlink.wire import (
     Ping,
     Pong,
     Recall,
+    Share,
     Target,
     encode,
 )
@@ -118,6 +119,7 @@ class Link:
         self._num_operations = 0
         self._is_idle = anyio.Event()
         self.error: KVLinkError | None = None
+        self.endpoint.connect(self.post, self.lose)
 
     @property
     def is_open(self) -> bool:
@@ -324,6 +326,8 @@ class Link:
             self.post(Pong(message.seq))
         elif isinstance(message, Recall):
             self.grants.recall(message.lease)
+        elif isinstance(message, Share):
+            self.endpoint.take(message)
         else:
             reply = self._on_message(self, message)
             if reply is not None:

@@ -13,10 +13,11 @@ from typing import TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
-from kvlink.errors import LinkLostError, TransportError
+from kvlink.errors import KVLinkError, LinkLostError, TransportError
 from kvlink.plan import Extent, total_nbytes
 from kvlink.testing.faults import Dice, Fault, Faults
 from kvlink.transports.base import DeathWatch, Endpoint, Offer, Transport
+from kvlink.wire import Share
 
 _T = TypeVar("_T")
 
@@ -41,14 +42,14 @@ class FaultyTransport(Transport):
     def offer(self) -> Offer | None:
         return self._inner.offer()
 
-    async def accept(self, offer: Offer) -> Endpoint:
-        return self._wrap(await self._inner.accept(offer))
+    async def accept(self, offer: Offer, card: bytes) -> Endpoint:
+        return self._wrap(await self._inner.accept(offer, card))
 
     def withdraw(self, offer: Offer) -> None:
         self._inner.withdraw(offer)
 
-    async def dial(self, offer: Offer) -> Endpoint:
-        return self._wrap(await self._inner.dial(offer))
+    async def dial(self, card: bytes) -> Endpoint:
+        return self._wrap(await self._inner.dial(card))
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -70,11 +71,18 @@ class FaultyEndpoint(Endpoint):
     def __init__(self, inner: Endpoint, dice: Dice) -> None:
         self.name = inner.name
         self.capabilities = inner.capabilities
+        self.card = inner.card
         self.num_faults = dict.fromkeys(Fault, 0)
         self._inner = inner
         self._dice = dice
         self._aborted = anyio.Event()
         self._ended = anyio.Event()
+
+    def connect(self, post: Callable[[Share], None], lose: Callable[[KVLinkError], None]) -> None:
+        self._inner.connect(post, lose)
+
+    def take(self, share: Share) -> None:
+        self._inner.take(share)
 
     async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
         await self._move("get", self._inner.get, extents, nbytes)

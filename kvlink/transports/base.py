@@ -17,13 +17,15 @@ Rules for every implementation:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from anyio.abc import TaskGroup
 
+from kvlink.errors import KVLinkError
 from kvlink.plan import Extent
+from kvlink.wire import Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +43,9 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the accepting side puts into its hello: where to attach, and a token that is good for one handshake."""
+    """What the accepting side puts into its hello: how to attach, for one handshake, in the transport's own terms."""
 
-    address: str
-    token: bytes
+    card: bytes
 
 
 class DeathWatch(Protocol):
@@ -64,6 +65,25 @@ class Endpoint(ABC):
     capabilities: Capabilities
     immediate_nbytes: int = 0
     """A get or put of at most this size never waits, so it needs no deadline."""
+    card: bytes = b""
+    """What the accepting side needs to know of a dialler; travels to its `Transport.accept`."""
+
+    @abstractmethod
+    def connect(self, post: Callable[[Share], None], lose: Callable[[KVLinkError], None]) -> None:
+        """Take the link's control stream into service, where the endpoint has no channel of its own.
+
+        Args:
+            post: sends a message to the other half, whose `take` gets it; in order with everything else on the link.
+            lose: ends the link, for an endpoint that finds its peer unreachable while nothing waits for it.
+        """
+
+    @abstractmethod
+    def take(self, share: Share) -> None:
+        """Take what the other half has posted.
+
+        Raises:
+            ProtocolError: it makes no sense; the link ends.
+        """
 
     has_immediate_words: bool = False
     """`load_word` never waits, so it needs no deadline either."""
@@ -123,16 +143,23 @@ class Transport(ABC):
         """Return what a peer needs to attach, None where this side cannot be attached to. Ended by `withdraw`."""
 
     @abstractmethod
-    async def accept(self, offer: Offer) -> Endpoint:
-        """Wait for the peer that was given `offer` and return our side, which is the caller's from then on."""
+    async def accept(self, offer: Offer, card: bytes) -> Endpoint:
+        """Wait for the peer that was given `offer` and return our side, which is the caller's from then on.
+
+        Args:
+            card: what the peer's endpoint says of itself.
+        """
 
     @abstractmethod
     def withdraw(self, offer: Offer) -> None:
         """Forget an offer, whether it was taken or not; a peer that attached and was not accepted is dropped."""
 
     @abstractmethod
-    async def dial(self, offer: Offer) -> Endpoint:
+    async def dial(self, card: bytes) -> Endpoint:
         """Attach to a peer.
+
+        Args:
+            card: of its `Offer`. From a stranger: may be anything.
 
         Raises:
             LinkError: it cannot be reached this way; the message says why, for the link's `reason`.

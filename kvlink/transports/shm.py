@@ -69,10 +69,10 @@ class ShmTransport(Transport):
     def offer(self) -> Offer | None:
         token = secrets.token_bytes(TOKEN_NBYTES)
         self._expected[token] = _Expectation()
-        return Offer(self._address, token)
+        return Offer(token + self._address.encode())
 
-    async def accept(self, offer: Offer) -> Endpoint:
-        expectation = self._expected[offer.token]
+    async def accept(self, offer: Offer, card: bytes) -> Endpoint:
+        expectation = self._expected[offer.card[:TOKEN_NBYTES]]
         await expectation.settled.wait()
         if expectation.endpoint is None:
             raise expectation.error or LinkError("the peer could not attach to shared memory")
@@ -80,21 +80,23 @@ class ShmTransport(Transport):
         return endpoint
 
     def withdraw(self, offer: Offer) -> None:
-        expectation = self._expected.pop(offer.token, None)
+        expectation = self._expected.pop(offer.card[:TOKEN_NBYTES], None)
         if expectation is not None:
             expectation.is_wanted = False
             if expectation.endpoint is not None:
                 expectation.endpoint.abort()
 
-    async def dial(self, offer: Offer) -> Endpoint:
+    async def dial(self, card: bytes) -> Endpoint:
         assert self._tasks is not None
+        token, address = card[:TOKEN_NBYTES], card[TOKEN_NBYTES:]
         try:
-            stream = await anyio.connect_unix("\0" + offer.address)
-        except OSError as exc:
-            raise LinkError(f"no shared memory: the peer is not on this host ({exc.strerror or exc})") from exc
+            stream = await anyio.connect_unix("\0" + address.decode())
+        except (OSError, UnicodeError) as exc:
+            why = (isinstance(exc, OSError) and exc.strerror) or exc
+            raise LinkError(f"no shared memory: the peer is not on this host ({why})") from exc
         channel = Channel(stream)
         try:
-            await channel.send_token(offer.token)
+            await channel.send_token(token)
             endpoint = ShmEndpoint(self._local, self._copier, channel, self._config)
             try:
                 await endpoint.exchange(is_first=True)

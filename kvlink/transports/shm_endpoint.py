@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlink.config import ClusterConfig
-from kvlink.errors import LinkLostError, ProtocolError
+from kvlink.errors import KVLinkError, LinkLostError, ProtocolError
 from kvlink.memory.copying import Copier, Copy, copy_rows
 from kvlink.memory.pool import Bytes, Segment
 from kvlink.memory.regions import STATE, LocalMemory
@@ -23,6 +23,7 @@ from kvlink.plan import Extent, total_nbytes
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors, permit_tracing
 from kvlink.transports.shm_channel import Channel, SharedRegion
+from kvlink.wire import Share
 
 _log = logging.getLogger(__name__)
 
@@ -134,6 +135,12 @@ class ShmEndpoint(Endpoint):
             self._shared[region] = for_writing
             self._to_share.append((region, for_writing))
             self._has_to_share.set()
+
+    def connect(self, post: Callable[[Share], None], lose: Callable[[KVLinkError], None]) -> None:
+        """Not needed: descriptors travel over a channel of their own, whose end the link need not be told."""
+
+    def take(self, share: Share) -> None:
+        raise ProtocolError(f"a message about region {share.region}, which shared memory does not share this way")
 
     def watch_death(self) -> PidfdWatch:
         return PidfdWatch(None if self._pidfd is None else os.dup(self._pidfd))

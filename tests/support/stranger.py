@@ -18,7 +18,7 @@ import msgspec
 
 import kvlink as kv
 from kvlink.memory.regions import POOL, STATE
-from kvlink.transports.shm_channel import SharedRegion
+from kvlink.transports.shm_channel import TOKEN_NBYTES, SharedRegion
 from kvlink.wire import FrameDecoder, Hello, Message, Ready, encode
 
 STEP_TIMEOUT_S: Final = 10.0
@@ -104,7 +104,7 @@ class Stranger:
         """Go through the whole handshake: afterwards the victim has a link to us."""
         answer = self.greet(victim, ours)
         self.channel = dial_channel(answer)
-        self.channel.sendall(answer.descriptor_token)
+        self.channel.sendall(token_of(answer))
         with memfds(8192, 8192) as descriptors:
             regions = (SharedRegion(POOL, 8192, True), SharedRegion(STATE, 8192, True))
             send_regions(self.channel, regions, descriptors)
@@ -117,11 +117,16 @@ class Stranger:
         assert isinstance(ready, Ready), ready
 
 
+def token_of(answer: Hello) -> bytes:
+    """Return what the victim wants to be shown on its descriptor socket."""
+    return answer.offers["shm"][:TOKEN_NBYTES]
+
+
 def dial_channel(answer: Hello) -> socket.socket:
     """Connect to the victim's descriptor socket."""
     channel = socket.socket(socket.AF_UNIX)
     channel.settimeout(STEP_TIMEOUT_S)
-    channel.connect("\0" + (answer.descriptor_address or ""))
+    channel.connect(b"\0" + answer.offers["shm"][TOKEN_NBYTES:])
     return channel
 
 
