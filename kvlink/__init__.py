@@ -7,6 +7,7 @@ import logging
 
 from kvlink.caches.arrivals import Arrivals, LayerWatch
 from kvlink.caches.kvcache import KvCache
+from kvlink.caches.tickets import Ticket
 from kvlink.cluster import Cluster
 from kvlink.config import ClusterConfig, ClusterInfo
 from kvlink.errors import (
@@ -28,6 +29,7 @@ from kvlink.errors import (
     ProtocolError,
     RoleError,
     StatusCode,
+    TicketError,
     TransferTimeoutError,
     TransportError,
 )
@@ -38,6 +40,8 @@ from kvlink.links.link import Link
 from kvlink.links.state import LinkState
 from kvlink.report import BlockFailure, LinkResult, LinkResults, TransferReport
 from kvlink.stats import LinkStats, PoolUsage
+from kvlink.tokens import TicketEnding, TicketOutcome
+from kvlink.transfers.heldtickets import HeldTicket
 from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from kvlink.transfers.layerwise import CacheTask
 from kvlink.transfers.manager import KvCacheManager
@@ -61,6 +65,7 @@ __all__ = [
     "DataType",
     "FeatureNotEnabledError",
     "HandshakeError",
+    "HeldTicket",
     "KVLinkError",
     "KvCache",
     "KvCacheManager",
@@ -92,6 +97,10 @@ __all__ = [
     "Role",
     "RoleError",
     "StatusCode",
+    "Ticket",
+    "TicketEnding",
+    "TicketError",
+    "TicketOutcome",
     "TransferConfig",
     "TransferReport",
     "TransferTimeoutError",

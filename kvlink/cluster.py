@@ -15,6 +15,7 @@ from anyio.abc import SocketAttribute, TaskGroup, TaskStatus
 from kvlink.acceptor import Acceptor
 from kvlink.caches.copies import LocalCopier
 from kvlink.caches.store import CacheStore
+from kvlink.caches.tickets import TicketBook
 from kvlink.config import ClusterConfig, default_listen, parse_address, parse_nbytes
 from kvlink.errors import (
     ClosedError,
@@ -27,8 +28,10 @@ from kvlink.geometry import Role, check_int
 from kvlink.links.calls import LinkCalls
 from kvlink.links.table import LinkTable
 from kvlink.memory.copying import Copier
+from kvlink.transfers.heldtickets import HeldTickets
 from kvlink.transfers.manager import KvCacheManager
 from kvlink.transfers.serving import CacheServer
+from kvlink.transfers.ticketcalls import TicketMover
 from kvlink.transports.shm import ShmTransport
 from kvlink.wire import Hello
 
@@ -90,6 +93,7 @@ class Cluster(LinkCalls):
         self._links: LinkTable | None = None
         self._manager: KvCacheManager | None = None
         self._copier: Copier | None = None
+        self._tickets: TicketBook | None = None
         self._transports: list[Transport] = []
         self._wrap_transport = wrap_transport
         self._acceptor: Acceptor | None = None
@@ -149,7 +153,9 @@ class Cluster(LinkCalls):
             for transport in self._transports:
                 await transport.start(tasks)
             local = LocalCopier(store, self._copier)
-            server = CacheServer(store, local, tasks)
+            tickets = self._tickets = TicketBook(store, self.cluster_id, self.incarnation, config)
+            held = HeldTickets()
+            server = CacheServer(store, local, tickets, held, tasks)
             self._links = LinkTable(
                 self._hello,
                 self._transports,
@@ -159,9 +165,19 @@ class Cluster(LinkCalls):
                 on_opened=server.on_opened,
                 on_closed=server.on_closed,
             )
-            self._manager = KvCacheManager(store, self._links, config, lambda: self._role, local, tasks)
+            self._manager = KvCacheManager(
+                store,
+                self._links,
+                config,
+                lambda: self._role,
+                local,
+                tasks,
+                tickets,
+                TicketMover(store, self._links, held),
+            )
             await self._open_listener()
             tasks.start_soon(self._tick)
+            tasks.start_soon(tickets.keep_time)
         except BaseException:
             await self._leave()
             raise
@@ -220,6 +236,8 @@ class Cluster(LinkCalls):
     def _release(self) -> None:
         if self._links is not None:
             self._links.abort_all("the cluster is closed")
+        if self._tickets is not None:
+            self._tickets.close("the cluster of its owner was closed")
         if self._copier is not None:
             self._copier.close()
         if self._store is not None:

@@ -122,6 +122,26 @@ class CacheNotFoundError(KVLinkError):
     default_status = StatusCode.LLM_KV_CACHE_NOT_EXIST
 
 
+class TicketError(CacheNotFoundError):
+    """A ticket's token is damaged or forged, is used by somebody else, or the ticket has ended; the message says which.
+
+    Attributes:
+        ticket: the ticket's number at its owner, None where the token does not tell.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: StatusCode | None = None,
+        peer: int | None = None,
+        phase: str | None = None,
+        ticket: int | None = None,
+    ) -> None:
+        super().__init__(message, status=status, peer=peer, phase=phase)
+        self.ticket = ticket
+
+
 class OutOfMemoryError(KVLinkError):
     """The pool has no room for a cache.
 

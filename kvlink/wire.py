@@ -19,6 +19,8 @@ Who says what:
 `OpenWrite`               the same with a write lease
 `CloseRead`               "I have read": gives the lease back and says what was read; no answer
 `Recall`, `CloseWrite`    the owner wants a write lease back; the writer has stopped writing
+`Claim`                   "I have this ticket": makes the sender its holder; answered by `Found` or `Failed`
+`Filled`, `EndTicket`     what a ticket's holder has put in place; either side says how a ticket has ended
 `Stage`, `Commit`         detours through the owner's pool, for memory that cannot be reached where it is
 `Ping`, `Pong`            liveness, and `check_link_status`
 `LayerEvent`              a layer-wise push tells the receiver what has landed, or that it failed
@@ -37,6 +39,7 @@ from msgspec import Meta, Struct
 
 from kvlink.errors import ProtocolError
 from kvlink.geometry import CacheGeometry
+from kvlink.tokens import TicketEnding
 
 PROTOCOL_VERSION: Final = 1
 _FORMAT_VERSION: Final = 1
@@ -166,6 +169,8 @@ class Found(Struct, frozen=True, tag="found", kw_only=True):
     lease: UInt64 = 0
     addresses: tuple[tuple[UInt64, UInt64], ...] = ()
     """Where the cache's regions begin in the owner: ``(region, address)``; for targets by address."""
+    blocks: Annotated[tuple[UInt32, ...], Meta(max_length=2**20)] = ()
+    """Which blocks a claimed ticket is about."""
 
 
 class Failed(Struct, frozen=True, tag="failed"):
@@ -193,6 +198,34 @@ class CloseWrite(Struct, frozen=True, tag="close-write"):
     """No byte is written any more under `lease`."""
 
     lease: UInt64
+
+
+class Claim(Struct, frozen=True, tag="claim"):
+    """I have the token of ticket `number`: let me be its holder, and tell me where its blocks lie.
+
+    Answered by a `Found` whose word is the ticket's own; its `lease` is a write lease where the ticket is for filling.
+    """
+
+    seq: UInt64
+    number: UInt64
+    secret: Bytes16
+    is_write: bool
+
+
+class Filled(Struct, frozen=True, tag="filled"):
+    """Tensors ``start..stop-1`` of all blocks of ticket `number` are in place."""
+
+    number: UInt64
+    start: UInt32
+    stop: UInt32
+
+
+class EndTicket(Struct, frozen=True, tag="end-ticket"):
+    """Ticket `number` has ended: said by its holder, or by its owner to the holder."""
+
+    number: UInt64
+    kind: TicketEnding
+    cause: Text = ""
 
 
 class LayerEvent(Struct, frozen=True, tag="layer", kw_only=True):
@@ -239,6 +272,9 @@ Message = (
     | CloseRead
     | Recall
     | CloseWrite
+    | Claim
+    | Filled
+    | EndTicket
     | LayerEvent
     | Ping
     | Pong

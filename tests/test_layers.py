@@ -23,7 +23,7 @@ PACKAGE: Final = Path(__file__).parents[1] / "kvlink"
 # Imports point down or sideways, never up. ``kvlink/__init__`` is above everything, so no module imports from it.
 LAYERS: Final[dict[int, tuple[str, ...]]] = {
     1: (
-        *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "checks", "loops"),
+        *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "checks", "loops", "tokens"),
         *("links.state", "transfers.layerconfig", "memory.hostmemory"),
     ),
     2: (

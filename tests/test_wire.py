@@ -16,14 +16,18 @@ from hypothesis import strategies as st
 
 from kvlink.errors import KVLinkError, ProtocolError
 from kvlink.geometry import CacheGeometry, TensorRun
+from kvlink.tokens import TicketEnding
 from kvlink.wire import (
     HELLO_MAX_NBYTES,
     PROTOCOL_VERSION,
     Answer,
+    Claim,
     CloseRead,
     CloseWrite,
     Commit,
+    EndTicket,
     Failed,
+    Filled,
     Found,
     FrameDecoder,
     Goodbye,
@@ -105,11 +109,20 @@ FIELDS: Final[dict[type, dict[str, st.SearchStrategy[Any]]]] = {
         "generation": UINT64,
         "lease": UINT64,
         "addresses": st.lists(st.tuples(UINT64, UINT64), max_size=3).map(tuple),
+        "blocks": st.lists(UINT32, max_size=4).map(tuple),
     },
     Failed: {"seq": UINT64, "status": UINT32, "text": TEXT},
     CloseRead: {"lease": UINT64, "tensors": st.none() | st.tuples(UINT32, UINT32)},
     Recall: {"lease": UINT64},
     CloseWrite: {"lease": UINT64},
+    Claim: {
+        "seq": UINT64,
+        "number": UINT64,
+        "secret": st.binary(min_size=16, max_size=16),
+        "is_write": st.booleans(),
+    },
+    Filled: {"number": UINT64, "start": UINT32, "stop": UINT32},
+    EndTicket: {"number": UINT64, "kind": st.sampled_from(TicketEnding), "cause": TEXT},
     LayerEvent: {
         "push_id": UINT64,
         "cache_id": UINT64,

@@ -12,6 +12,7 @@ it when the cache ends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvlink.caches.table import CacheEntry, CacheTable
@@ -33,10 +34,11 @@ class ReadLease(NamedTuple):
 
 
 class WriteLease(NamedTuple):
-    """Peer `holder` may write into `entry`."""
+    """Peer `holder` may write into `entry`. The lease of a ticket has an `on_closed`: called when it no longer may."""
 
     holder: bytes
     entry: CacheEntry
+    on_closed: Callable[[], None] | None = None
 
 
 class LeaseBook:
@@ -78,11 +80,18 @@ class LeaseBook:
     def open_write(self, holder: bytes, entry: CacheEntry) -> int:
         """Give a write lease, or the one that `holder` already has on this cache, and return its number."""
         for number, lease in self._writes.items():
-            if lease.holder == holder and lease.entry is entry:
+            if lease.holder == holder and lease.entry is entry and lease.on_closed is None:
                 return number
         number = self._number()
         self._table.pin(entry)
         self._writes[number] = WriteLease(holder, entry)
+        return number
+
+    def open_fill(self, holder: bytes, entry: CacheEntry, on_closed: Callable[[], None]) -> int:
+        """Give a write lease for one ticket, apart from any other, and return its number."""
+        number = self._number()
+        self._table.pin(entry)
+        self._writes[number] = WriteLease(holder, entry, on_closed)
         return number
 
     def close_write(self, holder: bytes, number: int) -> None:
@@ -90,6 +99,8 @@ class LeaseBook:
         lease = self._writes.get(number)
         if lease is not None and lease.holder == holder:
             del self._writes[number]
+            if lease.on_closed is not None:
+                lease.on_closed()
             self._table.unpin(lease.entry)
 
     def writers_of(self, entry: CacheEntry) -> list[tuple[bytes, int]]:

@@ -6,23 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 from anyio.abc import TaskGroup
 
-from kvlink.caches.bookkeeping import OWNERS, READERS, CacheBookkeeping
+from kvlink.caches.bookkeeping import OWNERS, READERS
 from kvlink.caches.copies import LocalCopier
 from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
+from kvlink.caches.tickets import TicketBook
 from kvlink.checks import Blocks, check_layer_width
 from kvlink.config import ClusterConfig
 from kvlink.geometry import Role, check_int
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
 from kvlink.links.table import LinkTable
 from kvlink.report import TransferReport
+from kvlink.transfers.heldtickets import HeldTicket
 from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from kvlink.transfers.layerwise import CacheTask, LayerPusher
 from kvlink.transfers.pulls import Puller
 from kvlink.transfers.pushes import Pusher
+from kvlink.transfers.ticketcalls import TicketMover
+from kvlink.transfers.ticketing import Ticketing
 
 
-class KvCacheManager(CacheBookkeeping):
+class KvCacheManager(Ticketing):
     """The caches of one cluster and what moves them. Reached as `Cluster.kv_cache_manager`.
 
     Which role may call what: the spec, section 12; MIX may do whatever either role may. A call that the role forbids
@@ -37,8 +41,10 @@ class KvCacheManager(CacheBookkeeping):
         role: Callable[[], Role],
         local: LocalCopier,
         tasks: TaskGroup,
+        tickets: TicketBook,
+        mover: TicketMover,
     ) -> None:
-        super().__init__(store, config, role)
+        super().__init__(store, config, role, tickets, mover)
         self._puller = Puller(store, links)
         self._pusher = Pusher(store, links)
         self._local = local
@@ -46,7 +52,7 @@ class KvCacheManager(CacheBookkeeping):
 
     async def pull_blocks(
         self,
-        key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex,
+        key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex | HeldTicket | bytes | str,
         cache: KvCache,
         src_blocks: Blocks,
         dst_blocks: Blocks,
@@ -65,7 +71,8 @@ class KvCacheManager(CacheBookkeeping):
         Args:
             key: of the peer's paged cache. With a `CacheKey` or `CacheKeyByIdAndIndex` the peer's contiguous slot is
                 laid into `dst_blocks`, the last one perhaps in part; `src_blocks` is then empty, and the key is
-                consumed as by `pull_cache`.
+                consumed as by `pull_cache`. Or a ticket, see `offer_blocks`: its token, which this call uses up, or the
+                ticket while it is held; `src_blocks` must be of the ticket, and empty means all of them, in order.
             cache: ours; any cache of the same data type and block size.
             src_blocks, dst_blocks: equally long lists or 1-D integer arrays of block numbers; no number twice in
                 `dst_blocks`.
@@ -81,12 +88,24 @@ class KvCacheManager(CacheBookkeeping):
             MismatchError: the caches do not fit; no byte has moved.
             NotLinkedError: no link to ``key.cluster_id``.
             CacheNotFoundError: the peer has no such cache (any more); nothing usable was written.
+            TicketError: a token is damaged, used already, or its ticket has ended; nothing usable was written.
             LinkLostError: the peer went away.
             TransferTimeoutError: the deadline passed.
 
         Source: the spec, sections 6.7 and 9.3.
         """
         self._check_role("pull_blocks", READERS)
+        if isinstance(key, (bytes, str, HeldTicket)):
+            return await self._mover.pull_blocks(
+                key,
+                cache,
+                src_blocks,
+                dst_blocks,
+                src_layer_range=src_layer_range,
+                dst_layer_range=dst_layer_range,
+                tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
+                timeout_s=self._timeout_s(timeout_s),
+            )
         if isinstance(key, BlocksCacheKey):
             return await self._puller.pull_blocks(
                 key,
@@ -172,7 +191,7 @@ class KvCacheManager(CacheBookkeeping):
 
     async def push_blocks(
         self,
-        key: BlocksCacheKey | CacheKeyByIdAndIndex,
+        key: BlocksCacheKey | CacheKeyByIdAndIndex | HeldTicket | bytes | str,
         cache: KvCache,
         src_blocks: Blocks,
         dst_blocks: Blocks,
@@ -188,7 +207,8 @@ class KvCacheManager(CacheBookkeeping):
         peer can see all of them. It runs under a write lease: one round trip the first time, none after that.
 
         Args:
-            key: of the peer's cache: its blocks key, or its cache id.
+            key: of the peer's cache: its blocks key, or its cache id. Or a ticket, see `expect_blocks`: its token, or
+                the ticket while it is held; `dst_blocks` must be of the ticket, and empty means all of them, in order.
             Others: as for `pull_blocks`, with the sides exchanged.
 
         Ownership: do not write the source blocks until the call has ended; who uses the destination blocks is for the
@@ -201,6 +221,17 @@ class KvCacheManager(CacheBookkeeping):
 
         Source: the spec, section 9.4.
         """
+        if isinstance(key, (bytes, str, HeldTicket)):
+            return await self._mover.push_blocks(
+                key,
+                cache,
+                src_blocks,
+                dst_blocks,
+                src_layer_range=src_layer_range,
+                dst_layer_range=dst_layer_range,
+                tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
+                timeout_s=self._timeout_s(timeout_s),
+            )
         return await self._pusher.push_blocks(
             key,
             cache,

@@ -10,15 +10,20 @@ from anyio.abc import TaskGroup
 from kvlink.caches.copies import LocalCopier
 from kvlink.caches.store import CacheStore
 from kvlink.caches.table import CacheEntry
+from kvlink.caches.tickets import TicketBook, found_by
 from kvlink.errors import KVLinkError
 from kvlink.links.link import Link
+from kvlink.transfers.heldtickets import HeldTickets
 from kvlink.transfers.staging import StagingServer
 from kvlink.transports.base import DeathWatch
 from kvlink.wire import (
+    Claim,
     CloseRead,
     CloseWrite,
     Commit,
+    EndTicket,
     Failed,
+    Filled,
     Found,
     LayerEvent,
     LookUp,
@@ -39,11 +44,17 @@ class CacheServer:
     Args:
         store: what it owns.
         copier: copies between its caches, for detours.
+        tickets: those that it has given to others.
+        held: those of others that it holds.
         tasks: the cluster's, for detours, and for waiting until a lost writer is certain to be dead.
     """
 
-    def __init__(self, store: CacheStore, copier: LocalCopier, tasks: TaskGroup) -> None:
+    def __init__(
+        self, store: CacheStore, copier: LocalCopier, tickets: TicketBook, held: HeldTickets, tasks: TaskGroup
+    ) -> None:
         self._store = store
+        self._tickets = tickets
+        self._held = held
         self._tasks = tasks
         self._staging = StagingServer(store, copier, tasks)
         self._open: dict[bytes, Link] = {}
@@ -55,9 +66,9 @@ class CacheServer:
 
     def on_message(self, link: Link, message: Message) -> Message | None:
         """Serve one message and return the answer, if it has one. Waits for nothing."""
-        if isinstance(message, (LookUp, OpenRead, OpenWrite)):
+        if isinstance(message, (LookUp, OpenRead, OpenWrite, Claim)):
             try:
-                return self._find(link, message)
+                return self._claim(link, message) if isinstance(message, Claim) else self._find(link, message)
             except KVLinkError as exc:
                 return Failed(message.seq, exc.status, str(exc)[:1000])
         holder = link.incarnation
@@ -68,6 +79,10 @@ class CacheServer:
             self._staging.begin(link, message)
         elif isinstance(message, CloseWrite):
             self._store.leases.close_write(holder, message.lease)
+        elif isinstance(message, (Filled, EndTicket)):
+            self._tickets.take(link, message)
+            if isinstance(message, EndTicket):
+                self._held.take(link, message)
         elif isinstance(message, LayerEvent):
             handle = self._store.handle(message.cache_id)
             if handle is not None:
@@ -79,6 +94,9 @@ class CacheServer:
         leases, holder = self._store.leases, link.incarnation
         if self._open.get(holder) is link:
             del self._open[holder]
+        cause = f"the link to cluster {link.peer} has ended"
+        self._tickets.lose(link, cause)
+        self._held.lose(link, cause)
         leases.drop_readers(holder)
         self._staging.drop(holder)
         for handle in self._store.handles():
@@ -119,8 +137,14 @@ class CacheServer:
             addresses=addresses,
         )
 
+    def _claim(self, link: Link, message: Claim) -> Found:
+        ticket = self._tickets.claim(link, message, anyio.current_time())
+        link.endpoint.share({run.region for run in ticket.entry.geometry.runs}, for_writing=ticket.is_write)
+        return found_by(ticket, message.seq)
+
     def _recall(self, entry: CacheEntry) -> None:
         """A cache has ended: ask its writers to stop. Its memory waits for them."""
+        self._tickets.end_cache(entry)
         for holder, number in self._store.leases.writers_of(entry):
             link = self._open.get(holder)
             if link is not None:

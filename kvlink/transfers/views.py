@@ -95,7 +95,7 @@ async def _ask(
             # Kept before anything can fail: only a lease that is known here can be given back when it is recalled.
             link.grants.add(target, answer)
         try:
-            await _accept(link, answer, for_writing=for_writing)
+            await accept_found(link, answer, for_writing=for_writing)
         except BaseException:
             if for_writing:
                 link.grants.forget(target)
@@ -110,7 +110,7 @@ async def _ask(
     )
 
 
-async def _accept(link: Link, found: Found, *, for_writing: bool) -> None:
+async def accept_found(link: Link, found: Found, *, for_writing: bool) -> None:
     """Make the regions of an answer addressable, and refuse one that points outside of them."""
     endpoint = link.endpoint
     regions = {run.region for run in found.geometry.runs}

@@ -1,0 +1,331 @@
+"""Moving bytes by ticket: claim, check, plan, move, settle.
+
+A bare token is used up by one call: claim (one round trip), move, say how it ended (no round trip). What must not be
+lost is the end: a claim that is cancelled on its way may still have been granted, so it is given back unseen.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import NamedTuple
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlink.caches.kvcache import KvCache
+from kvlink.caches.store import CacheStore
+from kvlink.caches.table import CacheEntry
+from kvlink.checks import (
+    Blocks,
+    Tensors,
+    check_blocks,
+    check_layer_range,
+    check_layers,
+    check_same_kind,
+    check_same_length,
+    check_same_tensors,
+)
+from kvlink.errors import (
+    CacheNotFoundError,
+    FeatureNotEnabledError,
+    LinkLostError,
+    ParameterValueError,
+    ProtocolError,
+    TicketError,
+    TransferTimeoutError,
+)
+from kvlink.geometry import select_runs
+from kvlink.links.link import Link
+from kvlink.links.table import LinkTable
+from kvlink.plan import Extent, Piece, join_blocks, spread
+from kvlink.report import TransferReport
+from kvlink.tokens import TicketEnding, Token, parse_token
+from kvlink.transfers.heldtickets import HeldTicket, HeldTickets, target_of_ticket
+from kvlink.transfers.pushes import put_checked
+from kvlink.transfers.transfer import get_checked
+from kvlink.transfers.views import accept_found
+from kvlink.wire import Claim, EndTicket, Found
+
+AnyTicket = bytes | str | HeldTicket
+"""What stands for a ticket in a call: its token, or the ticket while it is held."""
+
+
+class _Request(NamedTuple):
+    """What a call asks for: these blocks and tensors of ours, those of the ticket, in this time."""
+
+    entry: CacheEntry
+    ours: Tensors
+    local: list[int]
+    remote: list[int]
+    their_layers: range | None
+    width: int
+    timeout_s: float
+    started: float
+
+
+class TicketMover:
+    """The pulls and pushes by ticket of one cluster.
+
+    Args:
+        store: what it owns.
+        links: whose tickets it can use.
+        held: those that it holds.
+    """
+
+    def __init__(self, store: CacheStore, links: LinkTable, held: HeldTickets) -> None:
+        self._store = store
+        self._links = links
+        self._held = held
+        self._claiming: dict[tuple[Link, int], anyio.Event] = {}
+
+    async def hold(self, token: bytes | str, *, timeout_s: float) -> HeldTicket:
+        """See `KvCacheManager.hold_ticket`."""
+        said = parse_token(token)
+        return await self._claim(self._link_of(said), said, timeout_s=timeout_s)
+
+    async def pull_blocks(
+        self,
+        ticket: AnyTicket,
+        cache: KvCache,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        *,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        timeout_s: float,
+    ) -> TransferReport:
+        """See `KvCacheManager.pull_blocks`."""
+        started = perf_counter()
+        check_layer_range("src_layer_range", src_layer_range)
+        entry = self._store.own_entry(cache, "the destination")
+        ours = check_layers("dst_layer_range", dst_layer_range, entry.desc.num_tensors, tensor_num_per_layer)
+        local = check_blocks("dst_blocks", dst_blocks, entry.desc.num_slots, is_unique=True)
+        remote = check_blocks("src_blocks", src_blocks, 2**63)
+
+        request = _Request(entry, ours, local, remote, src_layer_range, tensor_num_per_layer, timeout_s, started)
+        if isinstance(ticket, HeldTicket):
+            return await self._move(request, self._checked(ticket, is_write=False))
+        said = parse_token(ticket)
+        link = self._link_of(said, is_write=False)
+        held = await self._claim(link, said, timeout_s=timeout_s)
+        try:
+            report = await self._move(request, held)
+        except BaseException as exc:
+            held.end(TicketEnding.FAILED, f"the pull failed: {exc or type(exc).__name__}")
+            raise
+        held.end(TicketEnding.DONE, "")  # the reader may have wanted only some of it
+        return report
+
+    async def push_blocks(
+        self,
+        ticket: AnyTicket,
+        cache: KvCache,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        *,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        timeout_s: float,
+    ) -> TransferReport:
+        """See `KvCacheManager.push_blocks`."""
+        started = perf_counter()
+        check_layer_range("dst_layer_range", dst_layer_range)
+        entry = self._store.own_entry(cache, "the source")
+        ours = check_layers("src_layer_range", src_layer_range, entry.desc.num_tensors, tensor_num_per_layer)
+        local = check_blocks("src_blocks", src_blocks, entry.desc.num_slots)
+        remote = check_blocks("dst_blocks", dst_blocks, 2**63, is_unique=True)
+
+        request = _Request(entry, ours, local, remote, dst_layer_range, tensor_num_per_layer, timeout_s, started)
+        if isinstance(ticket, HeldTicket):
+            return await self._move(request, self._checked(ticket, is_write=True))
+        said = parse_token(ticket)
+        held = await self.hold_for_filling(said, timeout_s=timeout_s)
+        try:
+            return await self._move(request, held)
+        except BaseException as exc:
+            held.end(TicketEnding.FAILED, f"the push failed: {exc or type(exc).__name__}")
+            raise
+
+    async def hold_for_filling(self, said: Token, *, timeout_s: float) -> HeldTicket:
+        """Return the ticket for filling of a token: claimed by the first push, and held until nothing is missing."""
+        link = self._link_of(said, is_write=True)
+        place = (link, said.number)
+        while (claiming := self._claiming.get(place)) is not None:
+            await claiming.wait()  # bounded by the deadline of whoever claims
+        held = self._held.get(link, said.number)
+        if held is not None:
+            return held
+        claiming = self._claiming[place] = anyio.Event()
+        try:
+            return await self._claim(link, said, timeout_s=timeout_s)
+        finally:
+            del self._claiming[place]
+            claiming.set()
+
+    async def _move(self, request: _Request, held: HeldTicket) -> TransferReport:
+        """Move blocks under a held ticket, in the direction that it is for, and note what is in place."""
+        entry, ours, local, remote, layers, width, timeout_s, started = request
+        link, geometry, is_write = held.link, held.found.geometry, held.is_write
+        places, remote = _places(held, remote)
+        if len(local) != len(remote):
+            check_same_length(*((local, remote) if is_write else (remote, local)))
+        range_name = "dst_layer_range" if is_write else "src_layer_range"
+        theirs = check_layers(range_name, layers, geometry.num_tensors, width)
+        check_same_tensors(ours, theirs)
+        check_same_kind(entry.geometry, geometry, is_by_block=True)
+        nbytes = geometry.slot_nbytes * len(local) * ours.num
+        runs, their_runs = select_runs(entry.geometry.runs, *ours), select_runs(geometry.runs, *theirs)
+        extents = spread(runs, their_runs, join_pairs(local, remote, geometry.slot_nbytes, is_write=is_write))
+        link.begin()
+        movement = self._store.begin_moving(entry, local)
+        try:
+            await move_under(held, theirs, places, extents, nbytes, timeout_s - (perf_counter() - started))
+        except BaseException as exc:
+            link.failed(exc)
+            raise
+        finally:
+            self._store.end_moving(entry, movement)
+            link.end()
+        if is_write:
+            link.stats.pushes += 1
+            link.stats.nbytes_pushed += nbytes
+        else:
+            link.stats.pulls += 1
+            link.stats.nbytes_pulled += nbytes
+        done = tuple(remote if is_write else local)
+        return TransferReport.of(link.peer, link.transport, nbytes, len(extents), started, done)
+
+    def _link_of(self, said: Token, *, is_write: bool | None = None) -> Link:
+        """Return the link to a token's owner; refuse what can be seen to be of no use without asking."""
+        if is_write is not None:
+            _check_direction(said.number, said.cluster_id, said.is_write, is_write)
+        link = self._links.open_link(said.cluster_id)
+        if link.incarnation != said.incarnation:
+            raise TicketError(
+                f"ticket {said.number} is of an earlier life of cluster {said.cluster_id}, which has restarted since; "
+                "ask for a new one",
+                peer=said.cluster_id,
+                phase="look-up",
+                ticket=said.number,
+            )
+        return link
+
+    def _checked(self, held: HeldTicket, *, is_write: bool) -> HeldTicket:
+        _check_direction(held.number, held.peer, held.is_write, is_write)
+        if not held.is_live:
+            raise held.ended("look-up")
+        return held
+
+    async def _claim(self, link: Link, said: Token, *, timeout_s: float) -> HeldTicket:
+        """Become the holder of a ticket: one round trip."""
+        link.begin()
+        try:
+            with anyio.move_on_after(timeout_s):
+                found = await self._ask(link, said)
+                grant = None
+                if said.is_write:
+                    # Kept before anything can fail: only a lease that is known here can be given back.
+                    grant = link.grants.add(target_of_ticket(said.number), found)
+                held = self._held.add(link, said.number, found, grant)
+                try:
+                    await accept_found(link, found, for_writing=said.is_write)
+                except BaseException as exc:
+                    held.end(TicketEnding.FAILED, f"its holder cannot reach its blocks: {exc or type(exc).__name__}")
+                    raise
+                return held
+        finally:
+            link.end()
+        raise TransferTimeoutError(
+            f"cluster {link.peer} did not hand out ticket {said.number} within {timeout_s} s; its event loop may be "
+            "blocked",
+            peer=link.peer,
+            phase="look-up",
+        )
+
+    async def _ask(self, link: Link, said: Token) -> Found:
+        try:
+            answer = await link.ask(lambda seq: Claim(seq, said.number, said.secret, said.is_write))
+        except CacheNotFoundError as exc:
+            raise TicketError(str(exc), peer=link.peer, phase="look-up", ticket=said.number) from None
+        except LinkLostError:
+            raise
+        except BaseException:
+            # It may have been granted all the same, and nobody here would ever use it.
+            link.post(EndTicket(said.number, TicketEnding.DROPPED, "its claim was given up"))
+            raise
+        if not isinstance(answer, Found) or not answer.blocks:
+            raise ProtocolError(f"cluster {link.peer} answered a claim with {type(answer).__name__}", peer=link.peer)
+        return answer
+
+
+async def move_under(
+    held: HeldTicket, theirs: Tensors, places: NDArray[np.int64], extents: list[Extent], nbytes: int, timeout_s: float
+) -> None:
+    """Move `extents` under a held ticket: the blocks at `places` of the ticket, of these tensors of the owner's.
+
+    The ticket's word is looked at before anything moves, and again after it.
+
+    Raises:
+        TicketError: the ticket has ended; what was moved is worthless.
+        FeatureNotEnabledError, LinkLostError, TransferTimeoutError: as for a movement by key.
+    """
+    link, found = held.link, held.found
+    if link.is_out_of_reach(found.geometry.runs):
+        raise FeatureNotEnabledError(f"tickets take no detour: {link.detour}", peer=link.peer)
+    held.begin(theirs, places)
+    is_placed = False
+    try:
+        if await link.endpoint.load_word(found.word) != found.generation:
+            raise held.ended("look-up")
+        if held.grant is not None:
+            await put_checked(link, held.grant, extents, nbytes, timeout_s=timeout_s)
+        else:
+            await get_checked(link.endpoint, found, extents, nbytes, timeout_s=timeout_s, peer=link.peer)
+        is_placed = True
+    except TicketError:
+        raise
+    except CacheNotFoundError as exc:  # by the ticket's own word
+        lost = "what was pushed is lost" if held.is_write else "the destination holds rubbish"
+        raise TicketError(
+            f"ticket {held.number} of cluster {held.peer} ended while its blocks were moved: {lost}; ask for a new one",
+            peer=held.peer,
+            phase="settle",
+            ticket=held.number,
+        ) from exc
+    finally:
+        held.finish(theirs, places, is_placed=is_placed)
+
+
+def join_pairs(local: list[int], remote: list[int], block_nbytes: int, *, is_write: bool) -> list[Piece]:
+    """Return the fewest pieces that move block ``local[i]`` to (`is_write`) or from block ``remote[i]``."""
+    if not is_write:
+        return join_blocks(local, remote, block_nbytes)
+    return [Piece(mine, theirs, nbytes) for theirs, mine, nbytes in join_blocks(remote, local, block_nbytes)]
+
+
+def _places(held: HeldTicket, blocks: list[int]) -> tuple[NDArray[np.int64], list[int]]:
+    """Return where blocks of the owner stand in the ticket, and the blocks; none given means all, in order."""
+    if not blocks:
+        return np.arange(len(held.blocks)), list(held.blocks)
+    name = "dst" if held.is_write else "src"
+    place_of = {block: place for place, block in enumerate(held.blocks)}
+    for index, block in enumerate(blocks):
+        if block not in place_of:
+            raise ParameterValueError(
+                f"{name}_blocks[{index}] is block {block}; ticket {held.number} of cluster {held.peer} is not about it"
+            )
+    return np.array([place_of[block] for block in blocks]), blocks
+
+
+def _check_direction(number: int, owner: int, is_for_write: bool, is_write: bool) -> None:
+    if is_for_write != is_write:
+        raise TicketError(
+            f"ticket {number} of cluster {owner} is for "
+            + ("filling: give it to push_blocks" if is_for_write else "reading: give it to pull_blocks"),
+            peer=owner,
+            phase="look-up",
+            ticket=number,
+        )
