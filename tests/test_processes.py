@@ -318,8 +318,8 @@ WRONG: dict[str, tuple[type[Exception], tuple[str, ...], Call]] = {
     ),
     "key of another kind": (
         kv.ParameterError,
-        ("'blocks of 1'",),
-        lambda p: p.manager.pull_blocks("blocks of 1", p.cache, [0], [0]),  # type: ignore[arg-type]  # on purpose
+        ("got 71",),
+        lambda p: p.manager.pull_blocks(71, p.cache, [0], [0]),  # type: ignore[arg-type]  # on purpose
     ),
     "destination that is no cache": (
         kv.ParameterError,
