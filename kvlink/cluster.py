@@ -262,8 +262,8 @@ class Cluster(LinkCalls):
             raise ParameterError(f"this cluster is {role.name} already")
         if listen is not None:
             parse_address(listen)
-        if len(links):
-            peers = ", ".join(str(link.peer) for link in links)
+        if len(links) or len(links.relinker):
+            peers = ", ".join(str(peer) for peer in [*(link.peer for link in links), *links.relinker])
             raise LinkExistsError(f"unlink first: there are links to clusters {peers}")
         await self._close_listener()
         self._role = role

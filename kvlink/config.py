@@ -98,6 +98,10 @@ class ClusterConfig:
         link_timeout_s: deadline of linking and unlinking that were given none; 3 s as in the spec.
         handshake_timeout_s: a connection that has not said who it is by then is closed.
         liveness_s: a silent peer on another host counts as dead after this. On one host the kernel tells at once.
+        relink_min_s, relink_max_s: first and longest wait between two attempts to link again (``relink=True``); each
+            is twice the one before, and a random part of up to one half is taken off. 0.1 s is the time a process needs
+            to start; every 5 s a peer that stays away costs one refused connection.
+        max_relinks: attempts to link again that are in flight at the same time.
         close_timeout_s: how long closing waits for what is in flight and for the goodbye to be sent.
         inline_nbytes: a transfer up to this size is copied on the event loop: 256 KiB take about 50 us, less than
             handing it to a thread and being woken.
@@ -123,6 +127,9 @@ class ClusterConfig:
     link_timeout_s: float = 3.0
     handshake_timeout_s: float = 5.0
     liveness_s: float = 5.0
+    relink_min_s: float = 0.1
+    relink_max_s: float = 5.0
+    max_relinks: int = 32
     close_timeout_s: float = 2.0
     inline_nbytes: int = 256 * 1024
     chunk_nbytes: int = 4 * 1024 * 1024
@@ -143,6 +150,8 @@ class ClusterConfig:
             "handshake_timeout_s",
             "liveness_s",
             "close_timeout_s",
+            "relink_min_s",
+            "relink_max_s",
         ):
             check_seconds(name, getattr(self, name))
         for name, lowest, highest in (
@@ -152,6 +161,7 @@ class ClusterConfig:
             ("max_caches", 1, 2**24),
             ("max_frame_nbytes", 65536, 2**30),
             ("max_links", 1, 2**20),
+            ("max_relinks", 1, 2**20),
             ("max_clusters_per_call", 1, 2**20),
         ):
             check_int(name, getattr(self, name), lowest, highest)

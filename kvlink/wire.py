@@ -252,9 +252,13 @@ class Pong(Struct, frozen=True, tag="pong"):
 
 
 class Goodbye(Struct, frozen=True, tag="goodbye"):
-    """The link ends in good order; what I wrote to you and read from you has ended."""
+    """The link ends in good order; what I wrote to you and read from you has ended.
+
+    `is_closing`: because my cluster closes, not because somebody wants this link to end.
+    """
 
     reason: Text = ""
+    is_closing: bool = False
 
 
 Message = (

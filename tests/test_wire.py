@@ -133,7 +133,7 @@ FIELDS: Final[dict[type, dict[str, st.SearchStrategy[Any]]]] = {
     },
     Ping: {"seq": UINT64},
     Pong: {"seq": UINT64},
-    Goodbye: {"reason": TEXT},
+    Goodbye: {"reason": TEXT, "is_closing": st.booleans()},
 }
 STRATEGIES: Final[dict[type, st.SearchStrategy[Any]]] = {
     kind: st.builds(kind, **fields) for kind, fields in FIELDS.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -33,7 +34,9 @@ class CacheStore:
     def __init__(self, pool: Segment, host_pool: Segment | None, state: Segment) -> None:
         self.memory = LocalMemory()
         self.state = StateRegion(state)
-        self.table = CacheTable(self.state, self._free)
+        # Elsewhere in every life: a key that names a cache of an earlier life by its id must not find one of this life.
+        # Below 2**53, so that ids pass through any JSON.
+        self.table = CacheTable(self.state, self._free, first_id=secrets.randbelow(2**32) * 2**20 + 1)
         self.leases = LeaseBook(self.table, self.state)
         self._pools: dict[Placement, Pool] = {Placement.DEVICE: Pool(pool, POOL)}
         if host_pool is not None:

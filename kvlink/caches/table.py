@@ -103,19 +103,20 @@ class CacheTable:
     Args:
         state: where validity is published.
         free: called once per cache, when its memory may be used for something else.
+        first_id: of the first cache; ids then count up.
 
     Attributes:
         on_ended: called once per cache, when it cannot be found any more.
     """
 
-    def __init__(self, state: StateRegion, free: Callable[[CacheEntry], None]) -> None:
+    def __init__(self, state: StateRegion, free: Callable[[CacheEntry], None], *, first_id: int = 1) -> None:
         self.on_ended: Callable[[CacheEntry], None] = lambda entry: None
         self._state = state
         self._free = free
         self._entries: dict[int, CacheEntry] = {}
         self._bound: dict[KeyName, CacheEntry] = {}
         self._waiting: dict[int, CacheEntry] = {}
-        self._next_id = 1
+        self._next_id = first_id
         # Appended to by finalisers, which run in whatever thread drops the last reference; a deque's append is atomic.
         self._dead_views: deque[int] = deque()
 

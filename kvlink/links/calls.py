@@ -44,7 +44,9 @@ class LinkCalls(ABC):
     def _open_links(self) -> LinkTable:
         """Return the links; raise `ClosedError` where the cluster is not open."""
 
-    async def link_clusters(self, clusters: Sequence[ClusterInfo], *, timeout_s: float | None = None) -> LinkResults:
+    async def link_clusters(
+        self, clusters: Sequence[ClusterInfo], *, timeout_s: float | None = None, relink: bool = False
+    ) -> LinkResults:
         """Link to peers, all at once; never raises for what a peer does.
 
         Clusters of one call do not wait for each other and do not abort each other; those that succeeded stay linked.
@@ -54,6 +56,10 @@ class LinkCalls(ABC):
         Args:
             clusters: whom, at most `ClusterConfig.max_clusters_per_call`.
             timeout_s: deadline for all of them; None for `ClusterConfig.link_timeout_s`.
+            relink: those that are linked now are linked again whenever their link is lost, until `unlink_clusters` or
+                the end of this cluster: with growing waits (`ClusterConfig.relink_min_s`, `relink_max_s`), also after
+                the peer closed its cluster in good order, but not after it unlinked. Nothing that was pulled, pushed or
+                held over the old link comes back; calls fail at once with `NotLinkedError` until there is a new one.
 
         Returns:
             The pair ``(status, results)``; ``raise_for_status()`` turns a failure into an exception.
@@ -69,13 +75,22 @@ class LinkCalls(ABC):
             return LinkResults.refused(refusal)
         results: list[LinkResult | None] = [None] * len(clusters)
         seen: set[int] = set()
-        room = self.config.max_links - len(links)
-        if len({info.cluster_id for info in clusters} - {link.peer for link in links}) > room:
+        taken = {*links.relinker, *(link.peer for link in links)}
+        room = self.config.max_links - len(taken)
+        if len({info.cluster_id for info in clusters} - taken) > room:
             error = ParameterError(f"only {room} more links are allowed, see ClusterConfig.max_links")
             return LinkResults(error.status, tuple(LinkResult.failed(info.cluster_id, error) for info in clusters))
 
         async def link(index: int, info: ClusterInfo) -> None:
-            results[index] = await links.link(info, timeout_s=timeout_s)
+            is_new_wish = relink and not links.relinker.is_wanted(info.cluster_id)
+            if relink:
+                links.relinker.want(info)  # before: a link that is lost as soon as it is made is lost too
+            result: LinkResult | None = None
+            try:
+                result = results[index] = await links.link(info, timeout_s=timeout_s)
+            finally:
+                if is_new_wish and (result is None or not result.is_ok):
+                    links.relinker.forget(info.cluster_id)
 
         async with anyio.create_task_group() as tasks:
             for index, info in enumerate(clusters):

@@ -72,6 +72,7 @@ class Link:
         unreachable: the regions of the peer for which that is so.
         error: why it has ended; None while it lives.
         is_orderly: whether the peer has said, or shown by hanging up after our goodbye, that it moves nothing any more.
+        is_dismissed: whether the peer has unlinked us, other than by closing its cluster.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Link:
         self.pairings: dict[tuple[object, ...], Pairing] = {}
         self.detour: str | None = None
         self.unreachable: set[int] = set()
-        self.is_orderly = False
+        self.is_orderly = self.is_dismissed = False
         self._has_said_goodbye = False
         self.heard_at = self.sent_at = anyio.current_time()
         self.closed = anyio.Event()
@@ -226,8 +227,11 @@ class Link:
                     await anyio.aclose_forcefully(self._stream)
             self.closed.set()
 
-    async def close(self, reason: str, *, timeout_s: float) -> bool:
+    async def close(self, reason: str, *, timeout_s: float, is_closing: bool = False) -> bool:
         """End the link in good order: let operations end, say goodbye, wait for the peer to hang up.
+
+        Args:
+            is_closing: because this cluster closes.
 
         Returns:
             Whether the peer has been told; the local half is gone in any case.
@@ -239,7 +243,7 @@ class Link:
         try:
             with anyio.move_on_after(timeout_s):
                 await self._wait_idle()
-                self.post(Goodbye(reason))
+                self.post(Goodbye(reason, is_closing))
                 self._has_said_goodbye = True
                 await self.closed.wait()
                 is_told = True
@@ -287,6 +291,7 @@ class Link:
                     stats.messages_received += 1
                     if isinstance(message, Goodbye):
                         self.is_orderly = True
+                        self.is_dismissed = not message.is_closing
                         self.state = next_state(self.state, LinkEvent.CLOSE_ASKED)
                         # Hanging up tells the peer that nothing of ours moves any more, so nothing may.
                         with anyio.move_on_after(self._close_timeout_s):

@@ -34,6 +34,7 @@ from kvlink.errors import (
 from kvlink.links.events import LinkEvents
 from kvlink.links.handshake import CROSSED, Greeted, RefusedError, greet_as_acceptor, greet_as_dialler
 from kvlink.links.link import Link, MessageHandler
+from kvlink.links.relink import Relinker
 from kvlink.links.state import LinkEvent
 from kvlink.report import LinkResult
 from kvlink.wire import Hello, Ping
@@ -61,6 +62,7 @@ class LinkTable:
 
     Attributes:
         events: tells whoever listens of links that open and end.
+        relinker: links again to peers that are lost, where that was asked for.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class LinkTable:
         self._attempts: dict[int, _Attempt] = {}
         self._strangers = Strangers(_MAX_STRANGERS)
         self.events = LinkEvents()
+        self.relinker = Relinker(self.link, config, tasks)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -104,7 +107,8 @@ class LinkTable:
         """
         link = self._links.get(peer)
         if link is None or not link.is_open:
-            raise NotLinkedError(f"there is no link to cluster {peer}; call link_clusters first", peer=peer)
+            message = self.relinker.explain(peer) or f"there is no link to cluster {peer}; call link_clusters first"
+            raise NotLinkedError(message, peer=peer)
         return link
 
     async def link(self, info: ClusterInfo, *, timeout_s: float) -> LinkResult:
@@ -136,7 +140,8 @@ class LinkTable:
         return LinkResult(peer, StatusCode.LLM_SUCCESS)
 
     async def unlink(self, peer: int, *, timeout_s: float, force: bool) -> LinkResult:
-        """End the link to one peer. Source: the spec, section 4.2."""
+        """End the link to one peer, and do not link to it again. Source: the spec, section 4.2."""
+        self.relinker.forget(peer)
         link = self._links.get(peer)
         if link is None:
             error = NotLinkedError(f"there is no link to cluster {peer}", peer=peer)
@@ -155,15 +160,17 @@ class LinkTable:
 
     async def close_all(self, reason: str, *, timeout_s: float) -> None:
         """End every link in good order, at the same time."""
+        self.relinker.close()
         for attempt in list(self._attempts.values()):
             attempt.error = LinkError("the cluster is closing", peer=attempt.info.cluster_id, phase="dial")
             attempt.scope.cancel()
         async with anyio.create_task_group() as tasks:
             for link in self:
-                tasks.start_soon(partial(link.close, reason, timeout_s=timeout_s))
+                tasks.start_soon(partial(link.close, reason, timeout_s=timeout_s, is_closing=True))
 
     def abort_all(self, reason: str) -> None:
         """End every link now."""
+        self.relinker.close()
         for link in self:
             link.lose(NotLinkedError(f"the link to cluster {link.peer} has ended: {reason}", peer=link.peer))
         self.events.close()
@@ -321,6 +328,7 @@ class LinkTable:
                 LinkEvent.REPLACED,
             )
         self._on_opened(link)
+        self.relinker.found(peer)
         self.events.opened(link)
         attempt = self._attempts.get(peer)
         if attempt is not None:
@@ -332,6 +340,7 @@ class LinkTable:
     def _closed(self, link: Link) -> None:
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
+            self.relinker.lost(link)
         self._link_closed(link)
         self.events.closed(link)
 

@@ -375,7 +375,7 @@ async def refused(call: Awaitable[object], kind: type[Exception], case: object) 
 
 def stamped(cache: kv.KvCache, owner: int = P) -> Stamp:
     """Fill a cache with bytes that say whose they are; return the stamp."""
-    stamp = Stamp(owner, 1, cache.cache_id)
+    stamp = Stamp(owner, 1, cache.cache_id % 2**20)
     fill(cache.tensors, stamp)
     return stamp
 
