@@ -43,7 +43,7 @@ from kvlink.report import TransferReport
 from kvlink.tokens import TicketEnding, Token, parse_token
 from kvlink.transfers.heldtickets import HeldTicket, HeldTickets, target_of_ticket
 from kvlink.transfers.pushes import put_checked
-from kvlink.transfers.transfer import get_checked
+from kvlink.transfers.transfer import get_checked, load_word_within
 from kvlink.transfers.views import accept_found
 from kvlink.wire import Claim, EndTicket, Found
 
@@ -256,8 +256,8 @@ class TicketMover:
             # It may have been granted all the same, and nobody here would ever use it.
             link.post(EndTicket(said.number, TicketEnding.DROPPED, "its claim was given up"))
             raise
-        if not isinstance(answer, Found) or not answer.blocks:
-            raise ProtocolError(f"cluster {link.peer} answered a claim with {type(answer).__name__}", peer=link.peer)
+        if not isinstance(answer, Found) or not answer.blocks or max(answer.blocks) >= answer.geometry.num_slots:
+            raise ProtocolError(f"cluster {link.peer} answered a claim with {answer}", peer=link.peer)
         return answer
 
 
@@ -278,7 +278,8 @@ async def move_under(
     held.begin(theirs, places)
     is_placed = False
     try:
-        if await link.endpoint.load_word(found.word) != found.generation:
+        word = await load_word_within(link.endpoint, found.word, timeout_s=timeout_s, peer=link.peer)
+        if word != found.generation:
             raise held.ended("look-up")
         if held.grant is not None:
             await put_checked(link, held.grant, extents, nbytes, timeout_s=timeout_s)
@@ -289,8 +290,10 @@ async def move_under(
         raise
     except CacheNotFoundError as exc:  # by the ticket's own word
         lost = "what was pushed is lost" if held.is_write else "the destination holds rubbish"
+        how = f", {held.ending.outcome}," if held.ending.outcome else ""
         raise TicketError(
-            f"ticket {held.number} of cluster {held.peer} ended while its blocks were moved: {lost}; ask for a new one",
+            f"ticket {held.number} of cluster {held.peer} ended{how} while its blocks were moved: {lost}; "
+            "ask for a new one",
             peer=held.peer,
             phase="settle",
             ticket=held.number,

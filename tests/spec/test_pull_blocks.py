@@ -356,7 +356,7 @@ async def test_keys_that_are_refused(transport: str) -> None:
     """The key is a BlocksCacheKey, or names one slot. Source: the spec, sections 6.7 and 9.3."""
     async with linked_pair(transport) as pair:
         into = pair.reader.allocate_blocks_cache(DESC)
-        for key in (P, "blocks", None):
+        for key in (P, ("blocks", 0), None):
             with pytest.raises(TypeError):
                 await pair.reader.pull_blocks(key, into, [0], [0])  # type: ignore[arg-type]  # refused
 
