@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence, Sized
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlink.errors import MismatchError, ParameterError, ParameterTypeError, ParameterValueError
 from kvlink.geometry import CacheGeometry, check_int
+
+BlockArray = NDArray[np.int64]
 
 Blocks = Sequence[int] | NDArray[np.integer[Any]]
 """Block numbers: a list, tuple or range of ints, or a 1-D integer array."""
@@ -53,8 +55,52 @@ def check_blocks(name: str, blocks: Blocks, num_blocks: int, *, is_unique: bool 
 
 _INT = {int}
 
+FEW_BLOCKS: Final = 32
+"""Up to here plain ints are checked, sorted and joined faster than numpy can: 0.5 us a block against 25 us and more."""
 
-def check_same_length(src_blocks: Sequence[object], dst_blocks: Sequence[object]) -> None:
+
+def few_blocks(blocks: Blocks) -> Sequence[int] | None:
+    """Return 1 to `FEW_BLOCKS` block numbers as plain ints, not yet compared with any limit; None for all else.
+
+    Ownership: may be the caller's own list; it is good until the next await.
+    """
+    kind = type(blocks)
+    if kind is np.ndarray:
+        if blocks.ndim == 1 and 0 < len(blocks) <= FEW_BLOCKS and blocks.dtype.kind in "iu":  # type: ignore[union-attr]  # an array
+            return blocks.tolist()  # type: ignore[union-attr,no-any-return]  # an array
+        return None
+    if (kind is not list and kind is not tuple) or not 0 < len(blocks) <= FEW_BLOCKS:
+        return None
+    for block in blocks:
+        if type(block) is not int:
+            return None
+    return blocks  # type: ignore[return-value]  # a list or tuple of int
+
+
+def check_block_array(name: str, blocks: Blocks, num_blocks: int, *, is_unique: bool = False) -> BlockArray:
+    """Return a copy of block numbers, shape (n,); checks and raises as `check_blocks`, without a loop over blocks."""
+    numbers: BlockArray
+    if isinstance(blocks, np.ndarray) and blocks.ndim == 1 and blocks.dtype.kind in "iu":
+        numbers = blocks.astype(np.int64)  # of uint64 what is too large becomes negative, and is refused below
+    elif isinstance(blocks, (list, tuple, range)) and set(map(type, blocks)) <= _INT:
+        try:
+            numbers = np.array(blocks, np.int64)
+        except OverflowError:
+            numbers = np.array([-1])
+    else:
+        return np.array(check_blocks(name, blocks, num_blocks, is_unique=is_unique), np.int64)
+    if not len(numbers):
+        return numbers
+    is_wrong = numbers.min() < 0 or numbers.max() >= num_blocks
+    if not is_wrong and is_unique:
+        ordered = np.sort(numbers)
+        is_wrong = bool((ordered[1:] == ordered[:-1]).any())
+    if is_wrong:
+        check_blocks(name, blocks, num_blocks, is_unique=is_unique)  # says which
+    return numbers
+
+
+def check_same_length(src_blocks: Sized, dst_blocks: Sized) -> None:
     """Refuse lists that do not pair up."""
     if len(src_blocks) != len(dst_blocks):
         raise ParameterValueError(

@@ -14,8 +14,10 @@ Directions do not matter to a plan: *local* is our memory, *remote* the peer's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +46,14 @@ class Extent(NamedTuple):
     num_rows: int
 
 
+ExtentFields = tuple[int, int, int, int, int, int, int, int]
+"""The fields of an `Extent`, which is one; a plain tuple is made in a sixth of the time."""
+
 BlockNumbers = Sequence[int] | NDArray[np.integer[Any]]
+BlockArray = NDArray[np.int64]
+
+_make_extent: Final[Callable[[Iterable[int]], Extent]] = partial(tuple.__new__, Extent)
+"""0.14 us each in a `map`, where calling the class takes 0.35 us: planning of thousands of blocks."""
 
 
 def join_blocks(local: BlockNumbers, remote: BlockNumbers, block_nbytes: int) -> list[Piece]:
@@ -57,23 +66,54 @@ def join_blocks(local: BlockNumbers, remote: BlockNumbers, block_nbytes: int) ->
     """
     if len(local) == 1:
         return [Piece(int(local[0]) * block_nbytes, int(remote[0]) * block_nbytes, block_nbytes)]
-    left = np.asarray(local, dtype=np.int64)
-    right = np.asarray(remote, dtype=np.int64)
-    order = np.argsort(left, kind="stable")
-    left, right = left[order], right[order]
+    columns = _join(np.asarray(local, np.int64), np.asarray(remote, np.int64), block_nbytes)
+    return list(map(Piece, *(column.tolist() for column in columns)))
+
+
+def plan_blocks(
+    local_runs: tuple[TensorRun, ...],
+    remote_runs: tuple[TensorRun, ...],
+    local: BlockArray,
+    remote: BlockArray,
+    block_nbytes: int,
+    *,
+    is_push: bool = False,
+) -> list[Extent]:
+    """Return what `spread` makes of the pieces of `join_blocks`; nothing here loops over blocks.
+
+    Args:
+        local, remote: block numbers, shape (n,) both.
+        is_push: `remote` is where each block occurs at most once, instead of `local`.
+    """
+    if is_push:
+        remote_offsets, local_offsets, lengths = _join(remote, local, block_nbytes)
+    else:
+        local_offsets, remote_offsets, lengths = _join(local, remote, block_nbytes)
+    extents: list[Extent] = []
+    for (region, base, stride, count), (peer_region, peer_base, peer_stride, _) in pair_runs(local_runs, remote_runs):
+        nbytes, rows = lengths.tolist(), repeat(count)
+        strides, peer_strides = repeat(stride), repeat(peer_stride)
+        if count > 1 and stride == peer_stride and (is_whole := lengths == stride).any():
+            # Rows that touch on both sides become one longer row.
+            nbytes = np.where(is_whole, lengths * count, lengths).tolist()
+            rows = np.where(is_whole, 1, count).tolist()
+            strides = peer_strides = np.where(is_whole, 0, stride).tolist()
+        offsets, peer_offsets = (local_offsets + base).tolist(), (remote_offsets + peer_base).tolist()
+        columns = (repeat(region), offsets, strides, repeat(peer_region), peer_offsets, peer_strides, nbytes, rows)
+        extents += map(_make_extent, zip(*columns, strict=False))
+    return extents
+
+
+def _join(unique: BlockArray, other: BlockArray, block_nbytes: int) -> tuple[BlockArray, BlockArray, BlockArray]:
+    """Return offsets on both sides and lengths, in bytes, of the fewest pieces; no number occurs twice in `unique`."""
+    order = np.argsort(unique, kind="stable")
+    left, right = unique[order], other[order]
     is_first = np.empty(len(left), dtype=bool)
     is_first[:1] = True
     np.logical_or(left[1:] != left[:-1] + 1, right[1:] != right[:-1] + 1, out=is_first[1:])
     starts = np.flatnonzero(is_first)
     lengths = np.diff(starts, append=len(left))
-    return list(
-        map(
-            Piece,
-            (left[starts] * block_nbytes).tolist(),
-            (right[starts] * block_nbytes).tolist(),
-            (lengths * block_nbytes).tolist(),
-        )
-    )
+    return left[starts] * block_nbytes, right[starts] * block_nbytes, lengths * block_nbytes
 
 
 def scatter_slot(local_blocks: BlockNumbers, local_block_nbytes: int, remote_offset: int, nbytes: int) -> list[Piece]:
@@ -130,7 +170,7 @@ def spread(
     sides become one longer row.
     """
     extents: list[Extent] = []
-    for (region, base, stride, count), (peer_region, peer_base, peer_stride, _) in _pair(local_runs, remote_runs):
+    for (region, base, stride, count), (peer_region, peer_base, peer_stride, _) in pair_runs(local_runs, remote_runs):
         for local_offset, remote_offset, nbytes in pieces:
             if count > 1 and nbytes == stride == peer_stride:
                 extents.append(
@@ -152,7 +192,9 @@ def spread(
     return extents
 
 
-def _pair(local_runs: tuple[TensorRun, ...], remote_runs: tuple[TensorRun, ...]) -> list[tuple[TensorRun, TensorRun]]:
+def pair_runs(
+    local_runs: tuple[TensorRun, ...], remote_runs: tuple[TensorRun, ...]
+) -> list[tuple[TensorRun, TensorRun]]:
     """Return the runs of both sides cut at each other's ends, so that they match one to one."""
     if len(local_runs) == 1 and len(remote_runs) == 1:
         return [(local_runs[0], remote_runs[0])]

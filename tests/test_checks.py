@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvlink.checks import (
     Tensors,
+    check_block_array,
     check_blocks,
     check_geometry,
     check_layer_range,
@@ -165,6 +166,33 @@ def test_blocks_are_good_exactly_when_all_of_them_are(blocks: list[Any], is_uniq
     else:
         with pytest.raises(ParameterError, match=r"^blocks"):
             check_blocks("blocks", blocks, NUM_BLOCKS, is_unique=is_unique)
+
+
+@given(
+    st.one_of(
+        st.lists(
+            st.one_of(st.integers(-2, 9), st.sampled_from([True, 1.5, None, "1", 2**70, np.int64(3)])), max_size=6
+        ),
+        st.lists(st.integers(0, 9), max_size=6).map(lambda numbers: np.array(numbers, np.uint8)),
+        st.lists(st.integers(0, 9), max_size=6).map(lambda numbers: np.array(numbers, np.uint64)),
+        st.lists(st.integers(-2, 9), max_size=6).map(lambda numbers: np.array(numbers, np.int32)),
+        st.sampled_from([np.array([2**64 - 1], np.uint64), np.array([1.0]), np.array([[1]]), range(5), range(-1, 3)]),
+    ),
+    st.booleans(),
+)
+def test_arrays_of_blocks_are_checked_as_lists_are(blocks: Any, is_unique: bool) -> None:
+    """`check_block_array` gives the numbers of `check_blocks` as int64, or raises the same error with the same text."""
+    try:
+        expected = check_blocks("blocks", blocks, NUM_BLOCKS, is_unique=is_unique)
+    except ParameterError as exc:
+        with pytest.raises(type(exc), match=f"^{re.escape(str(exc))}$"):
+            check_block_array("blocks", blocks, NUM_BLOCKS, is_unique=is_unique)
+        return
+    numbers = check_block_array("blocks", blocks, NUM_BLOCKS, is_unique=is_unique)
+    assert numbers.dtype == np.int64
+    assert numbers.ndim == 1
+    assert numbers.tolist() == expected
+    assert not isinstance(blocks, np.ndarray) or not np.shares_memory(numbers, blocks)
 
 
 def test_no_block_fits_a_peer_that_has_not_been_asked_yet() -> None:

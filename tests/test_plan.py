@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 
 from kvlink.geometry import TensorRun, join_tensors, select_runs, tensor_at
 from kvlink.memory.pool import Bytes
-from kvlink.plan import BlockNumbers, Extent, Piece, join_blocks, restage, scatter_slot, spread, total_nbytes
+from kvlink.plan import (
+    BlockNumbers,
+    Extent,
+    Piece,
+    join_blocks,
+    plan_blocks,
+    restage,
+    scatter_slot,
+    spread,
+    total_nbytes,
+)
 
 Place = tuple[int, int]
 """``(region, offset)`` of a tensor."""
@@ -169,6 +179,27 @@ def requests(draw: st.DrawFn) -> Request:
         draw(layouts(num_tensors, theirs * block_nbytes)),
         numbers,
     )
+
+
+# ---- plan_blocks
+
+
+@given(requests())
+def test_plan_blocks_is_join_and_spread(wanted: Request) -> None:
+    """The arrays' way makes the very extents of `join_blocks` and `spread`, in their order."""
+    ours, theirs = (np.array(f(wanted.numbers), np.int64) for f in (numbers_of_ours, numbers_of_theirs))
+    extents = plan_blocks(wanted.local.runs, wanted.remote.runs, ours, theirs, wanted.block_nbytes)
+    assert extents == wanted.plan()
+    assert all(type(extent) is Extent for extent in extents)
+
+
+@given(requests())
+def test_plan_blocks_of_a_push(wanted: Request) -> None:
+    """A push is the pull of the other side, seen from here: there each of the peer's blocks occurs once."""
+    ours, theirs = (np.array(f(wanted.numbers), np.int64) for f in (numbers_of_ours, numbers_of_theirs))
+    pulled = plan_blocks(wanted.local.runs, wanted.remote.runs, ours, theirs, wanted.block_nbytes)
+    pushed = plan_blocks(wanted.remote.runs, wanted.local.runs, theirs, ours, wanted.block_nbytes, is_push=True)
+    assert [Extent(*extent[3:6], *extent[:3], *extent[6:]) for extent in pushed] == pulled
 
 
 # ---- join_blocks

@@ -33,6 +33,7 @@ class KvCache:
         is_blocks: whether dimension 0 is blocks (paged) rather than slots.
         is_registered: whether the memory is the caller's own rather than the pool's.
         arrivals: what layer-wise pushes of peers have put into it.
+        live_entry: the table's record while the handle is valid, else None. Internal.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class KvCache:
         self.arrivals = Arrivals(entry.cache_id)
         self.store = store
         self._entry = entry
+        self.live_entry: CacheEntry | None = entry
         self._tensors = tensors
         self._finalizer = weakref.finalize(self, _forget, forgotten, entry.cache_id, os.getpid())
         self._finalizer.atexit = False
@@ -83,7 +85,7 @@ class KvCache:
     @property
     def is_valid(self) -> bool:
         """Whether the handle may still be used: not deallocated, and its cluster is open."""
-        return self._finalizer.alive
+        return self.live_entry is not None
 
     def is_quiet(self, blocks: Blocks | None = None) -> bool:
         """Whether nothing of this cluster's is moving in or out of these blocks (None: the whole cache) right now.
@@ -97,13 +99,14 @@ class KvCache:
 
     def entry(self) -> CacheEntry:
         """Return the table's record; raise `CacheNotFoundError` when the handle is no longer valid. Internal."""
-        if not self._finalizer.alive:
+        if self.live_entry is None:
             raise CacheNotFoundError(f"cache {self.cache_id} was deallocated, or its cluster is closed")
-        return self._entry
+        return self.live_entry
 
     def invalidate(self) -> None:
         """Let go of everything; the handle is of no more use. Internal: callers use `deallocate_cache`."""
         self._finalizer.detach()
+        self.live_entry = None
         self._tensors = ()
         self.arrivals.close(CacheNotFoundError(f"cache {self.cache_id} was deallocated, or its cluster is closed"))
 

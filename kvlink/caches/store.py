@@ -17,6 +17,7 @@ from kvlink.errors import CacheNotFoundError, ClosedError, OutOfMemoryError, Par
 from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun, join_tensors, tensor_at
 from kvlink.keys import KeyName
 from kvlink.memory.buffers import as_bytes
+from kvlink.memory.forkmark import GONE, make_mark
 from kvlink.memory.pool import Bytes, Pool, Segment, as_tensors
 from kvlink.memory.regions import HOST_POOL, POOL, STATE, LocalMemory, LocalRegion
 from kvlink.memory.stateregion import WORD_NBYTES, StateRegion
@@ -29,6 +30,9 @@ class CacheStore:
     Args:
         pool, host_pool: segments, owned from now on.
         state: the segment of the state words, owned from now on.
+
+    Attributes:
+        mark: ``mark[0]`` is 0 when nothing may be done any more: after `close`, and in a forked child.
     """
 
     def __init__(self, pool: Segment, host_pool: Segment | None, state: Segment) -> None:
@@ -47,6 +51,7 @@ class CacheStore:
         self._handles: weakref.WeakValueDictionary[int, KvCache] = weakref.WeakValueDictionary()
         self._forgotten: deque[int] = deque()
         self._pid = os.getpid()
+        self.mark = make_mark()
         self._next_movement = 1
         self._is_closed = False
 
@@ -224,18 +229,20 @@ class CacheStore:
 
     def check_usable(self) -> None:
         """Refuse after the cluster was closed, and in a forked child."""
+        if self.mark[0]:
+            return
         if self._is_closed:
             raise ClosedError("the cluster is closed, or was not entered: use `async with Cluster(...)`")
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"this cluster belongs to process {self._pid}; a forked child cannot use it: make a Cluster of its own"
-            )
+        raise ClosedError(
+            f"this cluster belongs to process {self._pid}; a forked child cannot use it: make a Cluster of its own"
+        )
 
     def close(self) -> None:
         """End every cache. Views that callers hold stay valid until they die. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
+        self.mark = GONE
         self.state.end_all()
         for handle in list(self._handles.values()):
             handle.invalidate()

@@ -14,14 +14,14 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from kvlink.checks import Tensors
 from kvlink.errors import KVLinkError, LinkLostError, NotLinkedError, ProtocolError, error_for
 from kvlink.geometry import Role, TensorRun
 from kvlink.links.grants import WriteGrants
+from kvlink.links.pairing import MAX_PAIRINGS, Pairing
 from kvlink.links.state import LinkEvent, LinkState, next_state
 from kvlink.stats import LinkStats
 from kvlink.wire import (
@@ -145,6 +145,12 @@ class Link:
     def is_out_of_reach(self, runs: tuple[TensorRun, ...]) -> bool:
         """Whether some of these tensors of the peer can only be moved by a detour through its pool."""
         return bool(self.unreachable) and any(run.region in self.unreachable for run in runs)
+
+    def keep_pairing(self, place: tuple[object, ...], pairing: Pairing) -> None:
+        """Remember that two caches fit together."""
+        if len(self.pairings) >= MAX_PAIRINGS:
+            self.pairings.clear()
+        self.pairings[place] = pairing
 
     def failed(self, error: BaseException) -> None:
         """Count a movement that failed, and let its error name the peer if nobody has."""
@@ -363,19 +369,6 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<Link to cluster {self.peer} {self.state.value} over {self.transport}>"
-
-
-class Pairing(NamedTuple):
-    """A cache of the peer and one of ours that have been checked to fit, tensor by tensor, for moving blocks.
-
-    It holds while the state word of `found` holds its generation.
-    """
-
-    found: Found
-    local: tuple[TensorRun, ...]
-    remote: tuple[TensorRun, ...]
-    num_tensors: int
-    theirs: Tensors
 
 
 class _Question:

@@ -35,7 +35,7 @@ from kvlink.links.events import LinkEvents
 from kvlink.links.handshake import CROSSED, Greeted, RefusedError, greet_as_acceptor, greet_as_dialler
 from kvlink.links.link import Link, MessageHandler
 from kvlink.links.relink import Relinker
-from kvlink.links.state import LinkEvent
+from kvlink.links.state import LinkEvent, LinkState
 from kvlink.report import LinkResult
 from kvlink.wire import Hello, Ping
 
@@ -98,6 +98,11 @@ class LinkTable:
     def get(self, peer: int) -> Link | None:
         """Return the link to `peer`, open or draining, if there is one."""
         return self._links.get(peer)
+
+    def peek(self, peer: int) -> Link | None:
+        """Return the link to `peer` if there is one and it is open."""
+        link = self._links.get(peer)
+        return link if link is not None and link.state is LinkState.OPEN else None
 
     def open_link(self, peer: int) -> Link:
         """Return the open link to `peer`.

@@ -75,6 +75,19 @@ def copy_rows(
         )
 
 
+def copy_row(target: memoryview, target_offset: int, source: memoryview, source_offset: int, nbytes: int) -> None:
+    """Copy one small row, holding the GIL: 0.2 us and the memcpy, where numpy's slices take 0.45 us; bench S1_4K.
+
+    Raises:
+        ValueError: the row lies outside its memory, or `target` is read-only; nothing was copied.
+    """
+    end, source_end = target_offset + nbytes, source_offset + nbytes
+    # Slices that are cut short could match, so look first.
+    if target_offset < 0 or source_offset < 0 or end > len(target) or source_end > len(source) or target.readonly:
+        raise ValueError(f"a row of {nbytes} bytes lies outside its memory, or is read-only")
+    target[target_offset:end] = source[source_offset:source_end]
+
+
 def copy_now(copies: Sequence[Copy]) -> None:
     """Do the copies in this thread; raises as `copy_rows`, and then copies before the faulty one have been done."""
     for copy in copies:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -32,11 +32,18 @@ class LocalRegion:
         memory: all of it, uint8.
         segment: the memfd behind it, which peers can map; None for memory that the caller owns.
         exports: what keeps memory of the caller alive and in its place.
+
+    Attributes:
+        view: the same bytes, for copies of a single small row.
     """
 
     memory: Bytes
     segment: Segment | None = None
     exports: tuple[Bytes, ...] = ()
+    view: memoryview = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.view = self.memory.data
 
     @property
     def address(self) -> int:

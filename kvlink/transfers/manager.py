@@ -24,6 +24,7 @@ from kvlink.transfers.pulls import Puller
 from kvlink.transfers.pushes import Pusher
 from kvlink.transfers.ticketcalls import TicketMover
 from kvlink.transfers.ticketing import Ticketing
+from kvlink.transfers.turns import LoopTurns
 
 
 class KvCacheManager(Ticketing):
@@ -45,8 +46,9 @@ class KvCacheManager(Ticketing):
         mover: TicketMover,
     ) -> None:
         super().__init__(store, config, role, tickets, mover)
-        self._puller = Puller(store, links)
-        self._pusher = Pusher(store, links)
+        self._turns = LoopTurns()
+        self._puller = Puller(store, links, self._turns)
+        self._pusher = Pusher(store, links, self._turns)
         self._local = local
         self._layers = LayerPusher(store, links, config, tasks)
 
@@ -107,6 +109,12 @@ class KvCacheManager(Ticketing):
                 timeout_s=self._timeout_s(timeout_s),
             )
         if isinstance(key, BlocksCacheKey):
+            if timeout_s is None:
+                report = self._puller.pull_at_once(
+                    key, cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
+                )
+                if report is not None:
+                    return report
             return await self._puller.pull_blocks(
                 key,
                 cache,
@@ -232,6 +240,12 @@ class KvCacheManager(Ticketing):
                 tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
                 timeout_s=self._timeout_s(timeout_s),
             )
+        if timeout_s is None:
+            report = self._pusher.push_at_once(
+                key, cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
+            )
+            if report is not None:
+                return report
         return await self._pusher.push_blocks(
             key,
             cache,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from types import NoneType
 from typing import Final
 
 import anyio
-import anyio.lowlevel
 
 from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
@@ -15,6 +15,7 @@ from kvlink.caches.table import CacheEntry
 from kvlink.checks import (
     Blocks,
     Tensors,
+    check_block_array,
     check_blocks,
     check_layer_range,
     check_layer_width,
@@ -22,24 +23,23 @@ from kvlink.checks import (
     check_same_kind,
     check_same_length,
     check_same_tensors,
+    few_blocks,
 )
 from kvlink.errors import ParameterError, TransferTimeoutError
 from kvlink.geometry import CacheGeometry, TensorRun, select_runs
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
-from kvlink.links.link import Link, Pairing
+from kvlink.links.link import Link
+from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
-from kvlink.plan import Piece, join_blocks, restage, scatter_slot, spread
+from kvlink.plan import Piece, join_blocks, plan_blocks, restage, scatter_slot, spread
 from kvlink.report import TransferReport
 from kvlink.transfers.staging import stage
-from kvlink.transfers.transfer import get_checked
+from kvlink.transfers.transfer import ended_while_read, get_checked, is_current
+from kvlink.transfers.turns import LoopTurns
 from kvlink.transfers.views import find_cache, open_read, target_of
 from kvlink.wire import CloseRead, Found, Target
 
-_YIELD_EVERY_S: Final = 0.001
-"""Small pulls end without giving the loop a turn; a caller that makes thousands in a row gives it one this often."""
-
-_MAX_PAIRINGS: Final = 4096
-"""Remembered pairs of caches and layer ranges per link; beyond that they are found anew."""
+_RANGES: Final = (NoneType, range)
 
 Plan = Callable[[Found], tuple[Tensors, list[Piece]]]
 """Checks a peer's cache against the request; returns the peer's tensors and the pieces to move in each."""
@@ -51,12 +51,68 @@ class Puller:
     Args:
         store: what it owns.
         links: whom it can pull from.
+        turns: when the loop must have one.
     """
 
-    def __init__(self, store: CacheStore, links: LinkTable) -> None:
+    def __init__(self, store: CacheStore, links: LinkTable, turns: LoopTurns) -> None:
         self._store = store
         self._links = links
-        self._yielded_at = 0.0
+        self._turns = turns
+
+    def pull_at_once(
+        self,
+        key: BlocksCacheKey,
+        cache: KvCache,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+    ) -> TransferReport | None:
+        """Do what `pull_blocks` does without waiting; None where that cannot be, or is not known to be right.
+
+        The short way of kvlink, see `kvlink.links.pairing`. Nothing is refused here: what is not plainly right goes
+        the long way, whose checks have names.
+
+        Raises:
+            CacheNotFoundError: the cache ended during the copy.
+        """
+        started = perf_counter()
+        store = self._store
+        if type(cache) is not KvCache or cache.store is not store or not store.mark[0] or self._turns.is_due:
+            return None
+        entry = cache.live_entry
+        source, destination = few_blocks(src_blocks), few_blocks(dst_blocks)
+        link = self._links.peek(key.cluster_id)
+        if entry is None or source is None or destination is None or link is None:
+            return None
+        if type(tensor_num_per_layer) is not int or type(src_layer_range) not in _RANGES:
+            return None
+        if type(dst_layer_range) not in _RANGES:
+            return None
+        pairing = link.pairings.get(
+            (key.model_id, entry.cache_id, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        )
+        if pairing is None:
+            return None
+        endpoint, quick = link.endpoint, pairing.quick
+        try:
+            num_extents = move_few(
+                endpoint, endpoint.get_at_once, quick, destination, source, entry.geometry.num_slots, is_push=False
+            )
+        except CacheHasEnded:
+            error = ended_while_read(pairing.found, link.peer)
+            link.failed(error)
+            raise error from None
+        if not num_extents:
+            return None
+        nbytes = quick.nbytes * len(destination)
+        stats = link.stats
+        stats.pulls += 1
+        stats.nbytes_pulled += nbytes
+        duration_s = perf_counter() - started
+        self._turns.held_s += duration_s
+        return TransferReport(link.peer, link.transport, nbytes, num_extents, duration_s, tuple(destination))
 
     async def pull_blocks(
         self,
@@ -70,46 +126,43 @@ class Puller:
         tensor_num_per_layer: int,
         timeout_s: float,
     ) -> TransferReport:
-        """See `KvCacheManager.pull_blocks`. The short path of kvlink: what fits is looked up once (`Pairing`)."""
-        started = await self._start()
+        """See `KvCacheManager.pull_blocks`. What fits is looked up and checked once (`Pairing`)."""
+        await self._turns.give()
+        started = perf_counter()
         width = check_layer_width(tensor_num_per_layer)
         check_layer_range("src_layer_range", src_layer_range)
         entry = self._store.own_entry(cache, "the destination")
-        destination = check_blocks("dst_blocks", dst_blocks, entry.geometry.num_slots, is_unique=True)
-        source = check_blocks("src_blocks", src_blocks, 2**63)
-        if len(source) != len(destination):
-            check_same_length(source, destination)
+        destination = check_block_array("dst_blocks", dst_blocks, entry.geometry.num_slots, is_unique=True)
+        source = check_block_array("src_blocks", src_blocks, 2**63)
+        check_same_length(source, destination)
         ours = check_layers("dst_layer_range", dst_layer_range, entry.geometry.num_tensors, width)
         link = self._links.open_link(key.cluster_id)
-        if not destination:
+        if not len(destination):
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
+        done = tuple(destination.tolist())
         link.begin()
-        movement = self._store.begin_moving(entry, destination)
+        movement = self._store.begin_moving(entry, done)
         try:
             endpoint = link.endpoint
-            place = (key.model_id, entry.cache_id, src_layer_range, ours, width)
+            place = (key.model_id, entry.cache_id, src_layer_range, dst_layer_range, width)
             pairing = link.pairings.get(place)
-            if (
-                pairing is None
-                or not endpoint.has_immediate_words
-                or await endpoint.load_word(pairing.found.word) != pairing.found.generation
-            ):
+            if pairing is None or not await is_current(endpoint, pairing.found, timeout_s=timeout_s, peer=link.peer):
                 found = await find_cache(link, target_of(key), timeout_s)
                 pairing = _pair(entry, ours, found, src_layer_range, width)
-                if len(link.pairings) >= _MAX_PAIRINGS:
-                    link.pairings.clear()
-                link.pairings[place] = pairing
-            found, local, remote, num_tensors, theirs = pairing
+                if not link.is_out_of_reach(pairing.remote):
+                    link.keep_pairing(place, pairing)
+            found, local, remote, num_tensors, theirs = pairing[:5]
             geometry = found.geometry
-            if max(source) >= geometry.num_slots:
+            if int(source.max()) >= geometry.num_slots:
                 check_blocks("src_blocks", source, geometry.num_slots)
-            pieces = join_blocks(destination, source, geometry.slot_nbytes)
-            nbytes = geometry.slot_nbytes * len(destination) * num_tensors
-            left_s = timeout_s - (perf_counter() - started)
+            nbytes = geometry.slot_nbytes * len(done) * num_tensors
+            found_at = perf_counter()
+            left_s = timeout_s - (found_at - started)
             if link.is_out_of_reach(remote):
+                pieces = join_blocks(destination, source, geometry.slot_nbytes)
                 num_extents = await self._detour(link, target_of(key), found, local, theirs, pieces, nbytes, left_s)
             else:
-                extents = spread(local, remote, pieces)
+                extents = plan_blocks(local, remote, destination, source, geometry.slot_nbytes)
                 num_extents = len(extents)
                 await get_checked(endpoint, found, extents, nbytes, timeout_s=left_s, peer=link.peer)
         except BaseException as exc:
@@ -121,9 +174,10 @@ class Puller:
         stats = link.stats
         stats.pulls += 1
         stats.nbytes_pulled += nbytes
-        return TransferReport(
-            link.peer, link.transport, nbytes, num_extents, perf_counter() - started, tuple(destination)
-        )
+        report = TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, done)
+        if nbytes <= endpoint.immediate_nbytes:
+            self._turns.held_s += perf_counter() - found_at
+        return report
 
     async def pull_slot_into_blocks(
         self,
@@ -138,7 +192,8 @@ class Puller:
         timeout_s: float,
     ) -> TransferReport:
         """See `KvCacheManager.pull_blocks`, with the key of a slot."""
-        started = await self._start()
+        await self._turns.give()
+        started = perf_counter()
         width = check_layer_width(tensor_num_per_layer)
         check_layer_range("src_layer_range", src_layer_range)
         key = check_pull_key(key)
@@ -177,7 +232,8 @@ class Puller:
         timeout_s: float,
     ) -> TransferReport:
         """See `KvCacheManager.pull_cache`. All arguments but the layer ranges have been checked by themselves."""
-        started = await self._start()
+        await self._turns.give()
+        started = perf_counter()
         check_layer_range("src_layer_range", src_layer_range)
         check_layer_range("dst_layer_range", dst_layer_range)
         entry = self._store.own_entry(cache, "the destination")
@@ -219,13 +275,6 @@ class Puller:
             started,
             is_consuming=is_consuming,
         )
-
-    async def _start(self) -> float:
-        started = perf_counter()
-        if started - self._yielded_at > _YIELD_EVERY_S:
-            await anyio.lowlevel.checkpoint()
-            self._yielded_at = started = perf_counter()
-        return started
 
     async def _pull(
         self,
@@ -305,7 +354,7 @@ def _pair(entry: CacheEntry, ours: Tensors, found: Found, src_layer_range: range
     check_same_tensors(ours, theirs)
     check_same_kind(entry.geometry, geometry, is_by_block=True)
     local, remote = select_runs(entry.geometry.runs, *ours), select_runs(geometry.runs, *theirs)
-    return Pairing(found, local, remote, ours.num, theirs)
+    return Pairing.of(found, local, remote, ours.num, theirs)
 
 
 def _scatter(destination: list[int], ours: CacheGeometry, found: Found) -> list[Piece]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from types import NoneType
+from typing import Final
 
 import anyio
 
@@ -18,25 +20,31 @@ from kvlink.caches.table import CacheEntry
 from kvlink.checks import (
     Blocks,
     Tensors,
+    check_block_array,
     check_blocks,
     check_layer_range,
     check_layers,
     check_same_kind,
     check_same_length,
     check_same_tensors,
+    few_blocks,
 )
 from kvlink.errors import CacheNotFoundError, ParameterError, ParameterTypeError, TransferTimeoutError
 from kvlink.geometry import TensorRun, select_runs
 from kvlink.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
+from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
-from kvlink.plan import Extent, Piece, join_blocks, restage, spread
+from kvlink.plan import Extent, Piece, join_blocks, plan_blocks, restage, spread
 from kvlink.report import TransferReport
 from kvlink.transfers.staging import commit, stage
-from kvlink.transfers.transfer import load_word_within
+from kvlink.transfers.transfer import is_current, load_word_within
+from kvlink.transfers.turns import LoopTurns
 from kvlink.transfers.views import cache_of, open_write
 from kvlink.wire import CloseRead, Target
+
+_RANGES: Final = (NoneType, range)
 
 
 async def put_checked(
@@ -75,6 +83,21 @@ async def put_checked(
         grant.end()
 
 
+def _name(key: BlocksCacheKey | CacheKeyByIdAndIndex) -> tuple[str, int]:
+    """Return what a key names, whatever its slot, as part of the place of a `Pairing`; pulls' places are shorter."""
+    return ("id", key.cache_id) if isinstance(key, CacheKeyByIdAndIndex) else ("blocks", key.model_id)
+
+
+def _pair(entry: CacheEntry, ours: Tensors, grant: WriteGrant, dst_layer_range: range | None, width: int) -> Pairing:
+    """Check that our blocks fit into the peer's cache; raises before any byte has moved."""
+    geometry = grant.found.geometry
+    check_same_kind(entry.geometry, geometry, is_by_block=True)
+    theirs = check_layers("dst_layer_range", dst_layer_range, geometry.num_tensors, width)
+    check_same_tensors(ours, theirs)
+    local, remote = select_runs(entry.geometry.runs, *ours), select_runs(geometry.runs, *theirs)
+    return Pairing.of(grant.found, local, remote, ours.num, theirs, grant)
+
+
 def _ended(link: Link, cache_id: int) -> CacheNotFoundError:
     return CacheNotFoundError(
         f"cache {cache_id} of cluster {link.peer} has ended; what was pushed is lost", peer=link.peer, phase="settle"
@@ -87,11 +110,13 @@ class Pusher:
     Args:
         store: what it owns.
         links: whom it can push to.
+        turns: when the loop must have one.
     """
 
-    def __init__(self, store: CacheStore, links: LinkTable) -> None:
+    def __init__(self, store: CacheStore, links: LinkTable, turns: LoopTurns) -> None:
         self._store = store
         self._links = links
+        self._turns = turns
 
     async def push_blocks(
         self,
@@ -105,30 +130,125 @@ class Pusher:
         tensor_num_per_layer: int,
         timeout_s: float,
     ) -> TransferReport:
-        """See `KvCacheManager.push_blocks`."""
+        """See `KvCacheManager.push_blocks`. What fits is opened and checked once (`Pairing`)."""
+        await self._turns.give()
         started = perf_counter()
         if not isinstance(key, (BlocksCacheKey, CacheKeyByIdAndIndex)):
             raise ParameterTypeError(f"the key must be a BlocksCacheKey or CacheKeyByIdAndIndex, got {key!r}")
         check_layer_range("dst_layer_range", dst_layer_range)
         entry = self._store.own_entry(cache, "the source")
         ours = check_layers("src_layer_range", src_layer_range, entry.desc.num_tensors, tensor_num_per_layer)
-        source = check_blocks("src_blocks", src_blocks, entry.desc.num_slots)
-        destination = check_blocks("dst_blocks", dst_blocks, 2**63, is_unique=True)
+        source = check_block_array("src_blocks", src_blocks, entry.desc.num_slots)
+        destination = check_block_array("dst_blocks", dst_blocks, 2**63, is_unique=True)
         check_same_length(source, destination)
         link = self._links.open_link(key.cluster_id)
-        if not destination:
+        if not len(destination):
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
-        target = cache_of(key)
+        done, target = tuple(destination.tolist()), cache_of(key)
+        link.begin()
+        movement = self._store.begin_moving(entry, source.tolist())
+        try:
+            place = (*_name(key), entry.cache_id, src_layer_range, dst_layer_range, tensor_num_per_layer)
+            pairing = link.pairings.get(place)
+            grant = None if pairing is None else pairing.grant
+            if (
+                pairing is None
+                or grant is None
+                or grant.is_recalled
+                or not await is_current(link.endpoint, grant.found, timeout_s=timeout_s, peer=link.peer)
+            ):
+                grant = await open_write(link, target, timeout_s=timeout_s)
+                pairing = _pair(entry, ours, grant, dst_layer_range, tensor_num_per_layer)
+                if not link.is_out_of_reach(pairing.remote):
+                    link.keep_pairing(place, pairing)
+            found, local, remote, num_tensors, theirs = pairing[:5]
+            geometry = found.geometry
+            if int(destination.max()) >= geometry.num_slots:
+                check_blocks("dst_blocks", destination, geometry.num_slots)
+            nbytes = geometry.slot_nbytes * len(done) * num_tensors
+            found_at = perf_counter()
+            left_s = timeout_s - (found_at - started)
+            if link.is_out_of_reach(remote):
+                joined = join_blocks(destination, source, geometry.slot_nbytes)
+                pieces = [Piece(ours_at, theirs_at, length) for theirs_at, ours_at, length in joined]
+                num_extents = await self._detour(link, target, grant, local, theirs, pieces, nbytes, left_s)
+            else:
+                extents = plan_blocks(local, remote, source, destination, geometry.slot_nbytes, is_push=True)
+                num_extents = len(extents)
+                await put_checked(link, grant, extents, nbytes, timeout_s=left_s)
+        except BaseException as exc:
+            link.failed(exc)
+            raise
+        finally:
+            self._store.end_moving(entry, movement)
+            link.end()
+        stats = link.stats
+        stats.pushes += 1
+        stats.nbytes_pushed += nbytes
+        report = TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, done)
+        if nbytes <= link.endpoint.immediate_nbytes:
+            self._turns.held_s += perf_counter() - found_at
+        return report
 
-        def plan(grant: WriteGrant) -> tuple[Tensors, list[Piece]]:
-            geometry = grant.found.geometry
-            check_same_kind(entry.geometry, geometry, is_by_block=True)
-            check_blocks("dst_blocks", destination, geometry.num_slots)
-            theirs = check_layers("dst_layer_range", dst_layer_range, geometry.num_tensors, tensor_num_per_layer)
-            joined = join_blocks(destination, source, geometry.slot_nbytes)
-            return theirs, [Piece(local, remote, nbytes) for remote, local, nbytes in joined]
+    def push_at_once(
+        self,
+        key: BlocksCacheKey | CacheKeyByIdAndIndex,
+        cache: KvCache,
+        src_blocks: Blocks,
+        dst_blocks: Blocks,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+    ) -> TransferReport | None:
+        """Do what `push_blocks` does without waiting; None where that cannot be, or is not known to be right.
 
-        return await self._push(link, target, entry, ours, source, plan, destination, timeout_s, started)
+        The short way, as `Puller.pull_at_once`. Nothing is written under a recalled lease, and the put has ended when
+        the loop can next hear of a recall, so it is not counted.
+
+        Raises:
+            CacheNotFoundError: the cache ended during the copy.
+        """
+        started = perf_counter()
+        store = self._store
+        if type(cache) is not KvCache or cache.store is not store or not store.mark[0] or self._turns.is_due:
+            return None
+        entry = cache.live_entry
+        source, destination = few_blocks(src_blocks), few_blocks(dst_blocks)
+        if entry is None or source is None or destination is None:
+            return None
+        if type(tensor_num_per_layer) is not int:
+            return None
+        if type(src_layer_range) not in _RANGES or type(dst_layer_range) not in _RANGES:
+            return None
+        kind = type(key)
+        if kind is not BlocksCacheKey and kind is not CacheKeyByIdAndIndex:
+            return None
+        link = self._links.peek(key.cluster_id)
+        if link is None:
+            return None
+        pairing = link.pairings.get(
+            (*_name(key), entry.cache_id, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        )
+        if pairing is None or pairing.grant is None or pairing.grant.is_recalled:
+            return None
+        endpoint, quick = link.endpoint, pairing.quick
+        try:
+            num_extents = move_few(
+                endpoint, endpoint.put_at_once, quick, source, destination, entry.geometry.num_slots, is_push=True
+            )
+        except CacheHasEnded:
+            error = _ended(link, pairing.found.cache_id)
+            link.failed(error)
+            raise error from None
+        if not num_extents:
+            return None
+        nbytes = quick.nbytes * len(destination)
+        stats = link.stats
+        stats.pushes += 1
+        stats.nbytes_pushed += nbytes
+        duration_s = perf_counter() - started
+        self._turns.held_s += duration_s
+        return TransferReport(link.peer, link.transport, nbytes, num_extents, duration_s, tuple(destination))
 
     async def push_cache(
         self,
@@ -143,6 +263,7 @@ class Pusher:
         timeout_s: float,
     ) -> TransferReport:
         """See `KvCacheManager.push_cache`."""
+        await self._turns.give()
         started = perf_counter()
         if not isinstance(key, CacheKeyByIdAndIndex):
             raise ParameterTypeError(f"the key must be a CacheKeyByIdAndIndex, got {key!r}")

@@ -30,6 +30,11 @@ async def load_word_within(endpoint: Endpoint, word: int, *, timeout_s: float, p
     )
 
 
+async def is_current(endpoint: Endpoint, found: Found, *, timeout_s: float, peer: int) -> bool:
+    """Whether the cache that `found` describes is still valid. Raises as `load_word_within`."""
+    return await load_word_within(endpoint, found.word, timeout_s=timeout_s, peer=peer) == found.generation
+
+
 async def get_checked(
     endpoint: Endpoint, found: Found, extents: Sequence[Extent], nbytes: int, *, timeout_s: float, peer: int
 ) -> None:
@@ -59,8 +64,13 @@ async def get_checked(
     else:
         generation = await load_word_within(endpoint, found.word, timeout_s=timeout_s, peer=peer)
     if generation != found.generation:
-        raise CacheNotFoundError(
-            f"cache {found.cache_id} of cluster {peer} ended while it was being read; the destination holds rubbish",
-            peer=peer,
-            phase="settle",
-        )
+        raise ended_while_read(found, peer)
+
+
+def ended_while_read(found: Found, peer: int) -> CacheNotFoundError:
+    """Return the error of a get whose cache was not valid all the while."""
+    return CacheNotFoundError(
+        f"cache {found.cache_id} of cluster {peer} ended while it was being read; the destination holds rubbish",
+        peer=peer,
+        phase="settle",
+    )

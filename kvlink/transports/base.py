@@ -24,7 +24,7 @@ from typing import Protocol
 from anyio.abc import TaskGroup
 
 from kvlink.errors import KVLinkError
-from kvlink.plan import Extent
+from kvlink.plan import Extent, ExtentFields
 from kvlink.wire import Share
 
 
@@ -87,6 +87,25 @@ class Endpoint(ABC):
 
     has_immediate_words: bool = False
     """`load_word` never waits, so it needs no deadline either."""
+
+    def get_at_once(self, extent: ExtentFields) -> bool:
+        """Do what `get` does with one small extent before returning, if that is possible.
+
+        Only for at most `immediate_nbytes`. A call that ends at once needs nothing of what a movement in flight needs:
+        no count, no deadline, no task. It is an offer that a transport may leave as it is.
+
+        Returns:
+            False where nothing was done and `get` must be awaited.
+        """
+        return False
+
+    def put_at_once(self, extent: ExtentFields) -> bool:
+        """As `get_at_once`, for `put`: the peer can see the bytes when it returns True."""
+        return False
+
+    def peek_word(self, word: int) -> int | None:
+        """Return what `load_word` would, if that is possible without waiting; else None."""
+        return None
 
     @abstractmethod
     async def get(self, extents: Sequence[Extent], nbytes: int) -> None:

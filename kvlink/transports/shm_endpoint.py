@@ -8,18 +8,17 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Final
 
 import anyio
-import numpy as np
-from numpy.typing import NDArray
 
 from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, LinkLostError, ProtocolError
-from kvlink.memory.copying import Copier, Copy, copy_rows
+from kvlink.memory.copying import Copier, Copy, copy_row, copy_rows
 from kvlink.memory.pool import Bytes, Segment
 from kvlink.memory.regions import STATE, LocalMemory
 from kvlink.memory.stateregion import order_memory
-from kvlink.plan import Extent, total_nbytes
+from kvlink.plan import Extent, ExtentFields, total_nbytes
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors, permit_tracing
 from kvlink.transports.shm_channel import Channel, SharedRegion
@@ -28,6 +27,8 @@ from kvlink.wire import Share
 _log = logging.getLogger(__name__)
 
 GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+_NO_WORDS: Final = memoryview(b"").cast("Q")
 
 
 class PidfdWatch:
@@ -71,7 +72,8 @@ class ShmEndpoint(Endpoint):
         self._segments: dict[int, Segment] = {}
         self._remote: dict[int, Bytes] = {}
         self._foreign: dict[int, ForeignMemory] = {}
-        self._words: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._views: dict[int, memoryview] = {}
+        self._words = _NO_WORDS
         self._shared: dict[int, bool] = {}
         self._to_share: deque[tuple[int, bool]] = deque()
         self._changed = anyio.Event()
@@ -83,13 +85,6 @@ class ShmEndpoint(Endpoint):
     async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
         self._check_open()
         local, remote = self._local, self._remote
-        if len(extents) == 1 and nbytes <= self.immediate_nbytes:
-            # One piece: no list of copies to build, 1 us of the 8 that an awaited 4 KiB takes; bench S1_4K.
-            region, offset, stride, peer_region, peer_offset, peer_stride, length, rows = extents[0]
-            source = remote.get(peer_region)
-            if source is not None:
-                copy_rows(local[region].memory, offset, stride, source, peer_offset, peer_stride, length, rows)
-                return
         if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
             await self._copy_foreign(extents, nbytes, is_write=False)
             return
@@ -117,6 +112,38 @@ class ShmEndpoint(Endpoint):
         if word >= len(self._words):
             raise LinkLostError("the link has ended; link again", phase="settle")
         return int(self._words[word])
+
+    def peek_word(self, word: int) -> int | None:
+        order_memory()
+        words = self._words
+        return words[word] if word < len(words) else None
+
+    def get_at_once(self, extent: ExtentFields) -> bool:
+        region, offset, stride, peer_region, peer_offset, peer_stride, nbytes, num_rows = extent
+        source = self._views.get(peer_region)
+        if source is None:
+            return False
+        own = self._local[region]
+        if num_rows == 1:
+            copy_row(own.view, offset, source, peer_offset, nbytes)
+        else:
+            remote = self._remote[peer_region]
+            copy_rows(own.memory, offset, stride, remote, peer_offset, peer_stride, nbytes, num_rows)
+        return True
+
+    def put_at_once(self, extent: ExtentFields) -> bool:
+        region, offset, stride, peer_region, peer_offset, peer_stride, nbytes, num_rows = extent
+        target = self._views.get(peer_region)
+        if target is None:
+            return False
+        own = self._local[region]
+        if num_rows == 1:
+            copy_row(target, peer_offset, own.view, offset, nbytes)
+        else:
+            remote = self._remote[peer_region]
+            copy_rows(remote, peer_offset, peer_stride, own.memory, offset, stride, nbytes, num_rows)
+        order_memory()
+        return True
 
     async def reach(self, regions: Collection[int], *, for_writing: bool) -> None:
         for region in regions:
@@ -151,7 +178,7 @@ class ShmEndpoint(Endpoint):
             # The reader finds the end of the stream by itself; closing the socket under it would wake it twice.
             await self._served.wait()
         await self._channel.aclose()
-        self._words = np.empty(0, np.uint64)  # whoever holds the closed link keeps nothing of the peer mapped
+        self._words = _NO_WORDS  # whoever holds the closed link keeps nothing of the peer mapped
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -167,6 +194,7 @@ class ShmEndpoint(Endpoint):
             segment.close()
         self._segments.clear()
         self._remote.clear()
+        self._views.clear()
         self._foreign.clear()
 
     async def exchange(self, *, is_first: bool) -> None:
@@ -268,8 +296,9 @@ class ShmEndpoint(Endpoint):
                 if self._is_prefaulted:
                     self._copier.prefault(segment.memory, for_writing=region.is_writable)
                 self._remote[region.number] = segment.memory
+                self._views[region.number] = segment.memory.data
                 if region.number == STATE:
-                    self._words = segment.memory.view(np.uint64)
+                    self._words = segment.memory.data.cast("Q")
         finally:
             for fd in remaining:
                 os.close(fd)

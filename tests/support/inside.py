@@ -29,6 +29,11 @@ def link_to(cluster: kv.Cluster, peer: int) -> kv.Link:
     return next(link for link in cluster.links if link.peer == peer)
 
 
+def give_turn(cluster: kv.Cluster) -> None:
+    """Let a cluster's small movements go on as if the loop had just had its turn."""
+    cluster.kv_cache_manager._turns.held_s = 0.0
+
+
 def num_memfd_mappings() -> int:
     """Return how many mappings of kvlink's memory this process has."""
     with open("/proc/self/maps") as lines:
