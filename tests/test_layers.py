@@ -33,7 +33,7 @@ LAYERS: Final[dict[int, tuple[str, ...]]] = {
     3: ("caches", "transfers.transfer"),
     4: ("links", "transfers"),
     5: ("cluster",),
-    6: ("cli", "__main__", "doctor", "bench", "benchmarks", "testing"),
+    6: ("cli", "__main__", "doctor", "bench", "benchmarks", "proving", "testing"),
 }
 
 # What a plain install brings. sniffio is not among it: anyio no longer depends on it.
