@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -13,6 +14,8 @@ from anyio.abc import Listener, TaskGroup
 _log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
+_BURST: Final = 20
+_LINE_EVERY_S: Final = 1.0
 
 
 class Acceptor:
@@ -54,6 +57,34 @@ class Acceptor:
             with anyio.CancelScope(shield=True), suppress(OSError):
                 await self._listener.aclose()
             self._ended.set()
+
+
+class Complaints:
+    """Log lines about connections that were no good: one each, but a flood of them cannot fill the log.
+
+    `_BURST` lines at once, then one every `_LINE_EVERY_S`; a line that follows silence says how many were left out.
+
+    Args:
+        log: where to.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._is_free_at = -math.inf
+        self._num_left_out = 0
+
+    def say(self, message: str, *arguments: object, cause: Exception | None = None) -> None:
+        """Log a warning, unless there were too many; `cause` is one of our own faults, logged with its traceback."""
+        now = anyio.current_time()
+        free_at = max(self._is_free_at, now - (_BURST - 1) * _LINE_EVERY_S)
+        if free_at > now:
+            self._num_left_out += 1
+            return
+        self._is_free_at = free_at + _LINE_EVERY_S
+        if self._num_left_out:
+            message += f" ({self._num_left_out} more lines like this were left out)"
+            self._num_left_out = 0
+        self._log.log(logging.WARNING if cause is None else logging.ERROR, message, *arguments, exc_info=cause)
 
 
 class Strangers:

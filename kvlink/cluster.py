@@ -16,7 +16,7 @@ from kvlink.acceptor import Acceptor
 from kvlink.caches.copies import LocalCopier
 from kvlink.caches.store import CacheStore
 from kvlink.caches.tickets import TicketBook
-from kvlink.config import ClusterConfig, default_listen, parse_address, parse_nbytes
+from kvlink.config import ClusterConfig, check_listen, default_listen, parse_address, parse_nbytes
 from kvlink.errors import (
     ClosedError,
     LinkExistsError,
@@ -58,7 +58,7 @@ class Cluster(LinkCalls):
             `kvlink.testing`). Not a setting, because it is code.
 
     Raises:
-        ParameterError: an argument is wrong.
+        ParameterError: an argument is wrong, or `listen` would let anybody in (`ClusterConfig.allow_unauthenticated`).
         OutOfMemoryError: on entry, the host cannot reserve the pool.
     """
 
@@ -78,13 +78,13 @@ class Cluster(LinkCalls):
             raise ParameterTypeError(f"role must be a Role, got {role!r}")
         if config is not None and not isinstance(config, ClusterConfig):
             raise ParameterTypeError(f"config must be a ClusterConfig, got {config!r}")
+        self.config = config or ClusterConfig()
         self._role = role
         self._pool_nbytes = parse_nbytes(pool, "pool")
         self._host_pool_nbytes = 0 if host_pool is None else parse_nbytes(host_pool, "host_pool")
         self._listen = default_listen(role) if listen is None else listen
         if self._listen is not None:
-            parse_address(self._listen)
-        self.config = config or ClusterConfig()
+            check_listen(self._listen, self.config)
         self.incarnation = secrets.token_bytes(16)
         self._address: str | None = None
         self._host: TaskGroup | None = None
@@ -261,7 +261,7 @@ class Cluster(LinkCalls):
         if role is self._role:
             raise ParameterError(f"this cluster is {role.name} already")
         if listen is not None:
-            parse_address(listen)
+            check_listen(listen, self.config)
         if len(links) or len(links.relinker):
             peers = ", ".join(str(peer) for peer in [*(link.peer for link in links), *links.relinker])
             raise LinkExistsError(f"unlink first: there are links to clusters {peers}")

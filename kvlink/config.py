@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
+import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from types import NoneType
 from typing import Final
 
 from kvlink.errors import ParameterTypeError, ParameterValueError
@@ -26,6 +29,8 @@ _UNITS: Final = {
 }
 
 
+_MIN_SECRET_NBYTES: Final = 16
+_MAX_SECRET_NBYTES: Final = 4096
 _BOOLEANS: Final = {"1": True, "yes": True, "true": True, "0": False, "no": False, "false": False}
 
 
@@ -121,6 +126,15 @@ class ClusterConfig:
         permit_peer_access: let other processes copy registered memory of this one where the Yama module restricts that:
             ``"peer"`` the process that was last linked to and uses registered memory, ``"any"`` every process of this
             user, None (the default) nobody. It also lets them trace this process, hence it is never done unasked.
+        secret: who does not have the same one cannot link, and learns nothing about this cluster; at least 16 bytes,
+            best ``secrets.token_bytes(32)``. It never travels and is in no repr or log. It neither hides nor protects
+            what is said over a link; TLS does. From the environment it comes as a file, ``KVLINK_SECRET_FILE``.
+        tls_server: TLS for the connections that come in over TCP; with ``verify_mode = CERT_REQUIRED`` also a proof of
+            who the dialler is. None for no TLS.
+        tls_client: TLS for the connections that this cluster dials over TCP; it says which certificates are trusted.
+        allowed_uids: users besides our own whose processes may link over a Unix socket and share memory.
+        allow_unauthenticated: let anybody who reaches a non-loopback address link, with neither a secret nor a
+            certificate.
     """
 
     operation_timeout_s: float = 30.0
@@ -142,6 +156,11 @@ class ClusterConfig:
     has_huge_pages: bool = False
     numa_node: int | None = None
     permit_peer_access: str | None = None
+    secret: bytes | None = field(default=None, repr=False)
+    tls_server: ssl.SSLContext | None = None
+    tls_client: ssl.SSLContext | None = None
+    allowed_uids: tuple[int, ...] = ()
+    allow_unauthenticated: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -165,7 +184,7 @@ class ClusterConfig:
             ("max_clusters_per_call", 1, 2**20),
         ):
             check_int(name, getattr(self, name), lowest, highest)
-        for name in ("is_prefaulted", "has_huge_pages"):
+        for name in ("is_prefaulted", "has_huge_pages", "allow_unauthenticated"):
             if not isinstance(getattr(self, name), bool):
                 raise ParameterTypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.numa_node is not None:
@@ -174,34 +193,86 @@ class ClusterConfig:
             raise ParameterValueError(
                 f"permit_peer_access must be None, 'peer' or 'any', got {self.permit_peer_access!r}"
             )
+        self._check_secret()
+        for name in ("tls_server", "tls_client"):
+            if not isinstance(getattr(self, name), (ssl.SSLContext, NoneType)):
+                raise ParameterTypeError(f"{name} must be an ssl.SSLContext or None, got {getattr(self, name)!r}")
+        if not isinstance(self.allowed_uids, tuple):
+            raise ParameterTypeError(f"allowed_uids must be a tuple of user ids, got {self.allowed_uids!r}")
+        for uid in self.allowed_uids:
+            check_int("a user id in allowed_uids", uid, 0, 2**32 - 1)
+
+    def _check_secret(self) -> None:
+        """Refuse what is no secret, without showing it."""
+        if self.secret is None:
+            return
+        if not isinstance(self.secret, bytes):
+            raise ParameterTypeError(f"secret must be bytes or None, got {type(self.secret).__name__}")
+        if not _MIN_SECRET_NBYTES <= len(self.secret) <= _MAX_SECRET_NBYTES:
+            raise ParameterValueError(
+                f"secret must have {_MIN_SECRET_NBYTES} to {_MAX_SECRET_NBYTES} bytes, so that it cannot be guessed; "
+                f"this one has {len(self.secret)}: use secrets.token_bytes(32)"
+            )
 
     @property
     def num_copy_threads(self) -> int:
         """How many copy threads that is on this machine."""
         return self.copy_threads or max(1, min(4, len(os.sched_getaffinity(0)) - 1))
 
+    @property
+    def has_authentication(self) -> bool:
+        """Whether who comes in over TCP must prove something: that it knows the secret, or owns a certificate."""
+        return self.secret is not None or (
+            self.tls_server is not None and self.tls_server.verify_mode is ssl.CERT_REQUIRED
+        )
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> ClusterConfig:
-        """Return the defaults, overridden by variables such as ``KVLINK_OPERATION_TIMEOUT_S``; others are ignored."""
+        """Return the defaults, overridden by variables such as ``KVLINK_OPERATION_TIMEOUT_S``; others are ignored.
+
+        The secret is read from the file that ``KVLINK_SECRET_FILE`` names, without the line's end.
+
+        Raises:
+            ParameterError: a value is not acceptable, or the secret itself stands in the environment.
+        """
         environ = os.environ if environ is None else environ
         config = cls()
-        for field in fields(cls):
-            variable = f"KVLINK_{field.name.upper()}"
-            if variable not in environ:
-                continue
-            text = environ[variable]
-            value: float | int | str
-            try:
-                if field.name == "permit_peer_access":
-                    value = text
-                elif field.name.startswith(("is_", "has_")):
-                    value = _BOOLEANS[text.lower()]
-                else:
-                    value = float(text) if field.name.endswith("_s") else int(text)
-            except (ValueError, KeyError):
-                raise ParameterValueError(f"{variable} must be a number, or yes or no; got {text!r}") from None
-            config = replace(config, **{field.name: value})  # type: ignore[arg-type]  # checked by __post_init__
+        for setting in fields(cls):
+            variable = f"KVLINK_{setting.name.upper()}"
+            if setting.name == "secret":
+                config = replace(config, secret=_read_secret(environ))
+            elif variable in environ and not setting.name.startswith("tls_"):
+                try:
+                    value = _parse_setting(setting.name, environ[variable])
+                except (ValueError, KeyError):
+                    raise ParameterValueError(
+                        f"{variable} must be a number, or yes or no; got {environ[variable]!r}"
+                    ) from None
+                config = replace(config, **{setting.name: value})  # type: ignore[arg-type]  # checked by __post_init__
         return config
+
+
+def _parse_setting(name: str, text: str) -> object:
+    if name == "permit_peer_access":
+        return text
+    if name == "allowed_uids":
+        return tuple(int(uid) for uid in text.split(","))
+    if name.startswith(("is_", "has_", "allow_")):
+        return _BOOLEANS[text.lower()]
+    return float(text) if name.endswith("_s") else int(text)
+
+
+def _read_secret(environ: Mapping[str, str]) -> bytes | None:
+    if "KVLINK_SECRET" in environ:
+        raise ParameterValueError("KVLINK_SECRET would show the secret to others: name a file in KVLINK_SECRET_FILE")
+    path = environ.get("KVLINK_SECRET_FILE")
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            return file.read(_MAX_SECRET_NBYTES + 2).rstrip(b"\r\n")
+    except OSError as exc:
+        raise ParameterValueError(f"KVLINK_SECRET_FILE: cannot read {path!r}: {exc.strerror}") from exc
 
 
 def check_seconds(name: str, value: object) -> float:
@@ -211,6 +282,32 @@ def check_seconds(name: str, value: object) -> float:
     if not 0 < value < 10**9:
         raise ParameterValueError(f"{name} must be positive and finite, got {value!r}")
     return float(value)
+
+
+def check_listen(address: str, config: ClusterConfig) -> None:
+    """Refuse to listen where others than this host's processes can dial, unless they must prove something.
+
+    A name other than ``localhost`` counts as such a place, wherever it leads.
+    """
+    host = parse_address(address).host
+    if not host or _is_loopback(host) or config.has_authentication or config.allow_unauthenticated:
+        return
+    raise ParameterValueError(
+        f"{address!r} is reachable from other hosts, and whoever reaches it could read and write this cluster's "
+        "caches: set ClusterConfig.secret, or tls_server with CERT_REQUIRED, or, where the network itself keeps "
+        "strangers out, allow_unauthenticated=True"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def default_listen(role: Role) -> str | None:

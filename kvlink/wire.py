@@ -12,6 +12,7 @@ another version is refused by name instead of misread.
 Who says what:
 
 ========================  =========================================================================================
+`Challenge`, `Sealed`     before and around the handshake, where there is a secret; see `links.seal`
 `Hello`, `Refuse`         the handshake, both ways; `Refuse` ends it
 `Ready`                   the handshake's end: which transport serves this link, and why not a better one
 `Share`                   "this region of mine can be addressed so", for transports without a channel of their own
@@ -45,6 +46,7 @@ PROTOCOL_VERSION: Final = 1
 _FORMAT_VERSION: Final = 1
 _HEADER: Final = struct.Struct(">2sBBI")
 _MAGIC: Final = b"kv"
+_TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake message
 
 HELLO_MAX_NBYTES: Final = 16 * 1024
 """Largest frame accepted from a peer that has not said who it is."""
@@ -52,6 +54,7 @@ HELLO_MAX_NBYTES: Final = 16 * 1024
 UInt64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Bytes16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Bytes32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Text = Annotated[str, Meta(max_length=1024)]
 Card = Annotated[bytes, Meta(max_length=8192)]
 """What a transport says to its other half during the handshake; only that transport can read it."""
@@ -68,6 +71,21 @@ class Hello(Struct, frozen=True, tag="hello", kw_only=True):
     expects: UInt64 | None = None
     offers: Annotated[dict[Text, Card], Meta(max_length=16)] = {}
     """From the accepting side: how to attach, by transport; good for this handshake only."""
+
+
+class Challenge(Struct, frozen=True, tag="challenge", kw_only=True):
+    """Prove that you have the secret; from the accepting side, with the proof that it does."""
+
+    version: UInt32 = PROTOCOL_VERSION
+    nonce: Bytes32
+    proof: Bytes32 = bytes(32)
+
+
+class Sealed(Struct, frozen=True, tag="sealed"):
+    """A message of the handshake, packed, and the proof that somebody with the secret has sent it just there."""
+
+    body: bytes
+    proof: Bytes32
 
 
 class Refuse(Struct, frozen=True, tag="refuse", kw_only=True):
@@ -262,7 +280,9 @@ class Goodbye(Struct, frozen=True, tag="goodbye"):
 
 
 Message = (
-    Hello
+    Challenge
+    | Sealed
+    | Hello
     | Refuse
     | Ready
     | Share
@@ -288,6 +308,11 @@ Answer = Found | Failed | Pong
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
+
+
+def pack(message: Message) -> bytes:
+    """Return the body of the frame of `message`."""
+    return _ENCODER.encode(message)
 
 
 def encode(message: Message) -> bytes:
@@ -324,6 +349,8 @@ class FrameDecoder:
         """Yield the complete messages, looking at `max_nbytes` anew before each; what is not taken stays."""
         while len(self._buffer) >= _HEADER.size:
             magic, version, zero, nbytes = _HEADER.unpack_from(self._buffer)
+            if magic in _TLS_RECORDS:
+                raise ProtocolError("not a kvlink frame but TLS: see ClusterConfig.tls_server and tls_client")
             if magic != _MAGIC or zero != 0:
                 raise ProtocolError("not a kvlink frame")
             if version != _FORMAT_VERSION:
@@ -335,7 +362,7 @@ class FrameDecoder:
                 return
             body = bytes(memoryview(self._buffer)[_HEADER.size : end])
             del self._buffer[:end]
-            yield _decode(body)
+            yield unpack(body)
 
     @property
     def is_mid_frame(self) -> bool:
@@ -343,7 +370,12 @@ class FrameDecoder:
         return bool(self._buffer)
 
 
-def _decode(body: bytes) -> Message:
+def unpack(body: bytes) -> Message:
+    """Return the message that the body of a frame holds.
+
+    Raises:
+        ProtocolError: it holds none.
+    """
     try:
         return _DECODER.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:

@@ -24,6 +24,7 @@ PACKAGE: Final = Path(__file__).parents[1] / "kvlink"
 LAYERS: Final[dict[int, tuple[str, ...]]] = {
     1: (
         *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "checks", "loops", "tokens"),
+        "credentials",
         *("links.state", "transfers.layerconfig", "memory.hostmemory"),
     ),
     2: (

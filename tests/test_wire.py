@@ -21,6 +21,7 @@ from kvlink.wire import (
     HELLO_MAX_NBYTES,
     PROTOCOL_VERSION,
     Answer,
+    Challenge,
     Claim,
     CloseRead,
     CloseWrite,
@@ -42,6 +43,7 @@ from kvlink.wire import (
     Ready,
     Recall,
     Refuse,
+    Sealed,
     Share,
     Stage,
     Target,
@@ -79,6 +81,12 @@ FIELDS: Final[dict[type, dict[str, st.SearchStrategy[Any]]]] = {
         "expects": st.none() | UINT64,
         "offers": st.dictionaries(TEXT, st.binary(max_size=100), max_size=4),
     },
+    Challenge: {
+        "version": UINT32,
+        "nonce": st.binary(min_size=32, max_size=32),
+        "proof": st.binary(min_size=32, max_size=32),
+    },
+    Sealed: {"body": st.binary(max_size=200), "proof": st.binary(min_size=32, max_size=32)},
     Refuse: {"status": UINT32, "field": TEXT, "text": TEXT},
     Ready: {"transport": TEXT, "reason": TEXT, "card": st.binary(max_size=100)},
     Share: {
@@ -521,9 +529,10 @@ def test_a_taken_message_leaves_the_rest() -> None:
 
 @pytest.mark.parametrize("stream", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01", frame(b"", zero=1)])
 def test_other_protocols_are_told_apart(stream: bytes) -> None:
-    """Bytes that do not begin as a frame does are refused as such."""
-    with pytest.raises(ProtocolError, match=r"^not a kvlink frame$"):
+    """Bytes that do not begin as a frame does are refused as such, and TLS by name."""
+    with pytest.raises(ProtocolError, match=r"^not a kvlink frame") as caught:
         FrameDecoder().feed(stream)
+    assert ("TLS" in str(caught.value)) == stream.startswith(b"\x16")
 
 
 def test_another_format_version_is_named() -> None:

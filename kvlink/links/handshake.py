@@ -10,12 +10,16 @@
       Ready(transport, why) ------------>   takes its side of the transport
                             <------------   Ready
 
+Where a secret is set, `Challenge` goes both ways first, and each message above travels in `Sealed` (see `links.seal`):
+one round trip more, and nobody without the secret learns who we are, what we offer, or the token for the descriptors.
+
 Whoever finds a mismatch sends `Refuse` with the field and both values and raises the same text, so that both sides
 fail, and both say why. The checks are plain functions of the two hellos.
 """
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,17 +27,20 @@ from typing import TypeVar
 
 import anyio
 from anyio.abc import ByteStream
+from anyio.streams.tls import TLSAttribute
 from msgspec import structs
 
 from kvlink.errors import HandshakeError, LinkError, ProtocolError, StatusCode, error_for
 from kvlink.geometry import Role
+from kvlink.links.seal import Seal, WrongProofError, make_nonce
 from kvlink.transports.base import Endpoint, Offer, Transport
-from kvlink.wire import FrameDecoder, Hello, Message, Ready, Refuse, encode
+from kvlink.wire import PROTOCOL_VERSION, Challenge, FrameDecoder, Hello, Message, Ready, Refuse, Sealed, encode
 
-_M = TypeVar("_M", Hello, Ready)
+_M = TypeVar("_M", Challenge, Hello, Ready)
 
 _NO_FAILURES = frozenset({StatusCode.LLM_ALREADY_LINK, StatusCode.LLM_REPEAT_REQUEST})
 _ROLES = frozenset(int(role) for role in Role)
+SECRET = "secret"
 CROSSED = "crossed"
 """The field of a `Refuse` that means: I am dialling you at this moment, and my connection is the one that stays."""
 
@@ -80,12 +87,27 @@ def check_hello(ours: Hello, theirs: Hello, *, whom: str, expects: int | None) -
         )
 
 
-def _mismatch(whom: str, field: str, ours: object, theirs: object) -> RefusedError:
-    return RefusedError(f"{whom}: {field} does not match: ours is {ours}, theirs is {theirs}", field=field)
+def _mismatch(whom: str, name: str, ours: object, theirs: object, *, field: str | None = None) -> RefusedError:
+    return RefusedError(f"{whom}: {name} does not match: ours is {ours}, theirs is {theirs}", field=field or name)
+
+
+def _binding(stream: ByteStream) -> bytes:
+    """Return what identifies the TLS connection, the same on both sides of it; nothing where there is none.
+
+    The Finished message of the client, which covers keys and certificates. RFC 5929 defines it up to TLS 1.2; in 1.3 it
+    is the same message, over more.
+    """
+    return stream.extra(TLSAttribute.channel_binding_tls_unique, None) or b""
 
 
 async def greet_as_dialler(
-    stream: ByteStream, ours: Hello, transports: Sequence[Transport], *, whom: str, expects: int
+    stream: ByteStream,
+    ours: Hello,
+    transports: Sequence[Transport],
+    *,
+    whom: str,
+    expects: int,
+    secret: bytes | None = None,
 ) -> Greeted:
     """Run the dialling side. The stream is the caller's to close when this fails.
 
@@ -95,6 +117,8 @@ async def greet_as_dialler(
     """
     talk = _Conversation(stream, whom)
     async with talk:
+        if secret is not None:
+            await talk.prove_as_dialler(secret)
         await talk.send(structs.replace(ours, expects=expects))
         hello = await talk.receive(Hello)
         check_hello(ours, hello, whom=whom, expects=expects)
@@ -118,6 +142,7 @@ async def greet_as_acceptor(
     whom: str,
     admit: Callable[[Hello], None],
     settle: Callable[[Hello], Awaitable[None]],
+    secret: bytes | None = None,
 ) -> Greeted:
     """Run the accepting side. The stream is the caller's to close when this fails.
 
@@ -129,6 +154,8 @@ async def greet_as_acceptor(
     offers = {transport.name: (transport, transport.offer()) for transport in transports}
     try:
         async with talk:
+            if secret is not None:
+                await talk.prove_as_acceptor(secret)
             hello = await talk.receive(Hello)
             check_hello(ours, hello, whom=whom, expects=None)
             admit(hello)
@@ -184,6 +211,7 @@ class _Conversation:
         self.decoder = FrameDecoder()
         self._stream = stream
         self._whom = whom
+        self._seal: Seal | None = None
 
     async def __aenter__(self) -> _Conversation:
         return self
@@ -198,16 +226,74 @@ class _Conversation:
             with suppress(LinkError):  # it has gone already
                 await self.send(Refuse(status=status, field=field, text=str(error)[:1000]))
 
+    async def prove_as_dialler(self, secret: bytes) -> None:
+        """Show that we have the secret, and see that the peer does; all that follows is sealed."""
+        nonce = make_nonce()
+        await self.send(Challenge(nonce=nonce))
+        theirs = await self._receive_challenge()
+        seal = Seal(
+            secret,
+            is_dialler=True,
+            binding=_binding(self._stream),
+            dialler_nonce=nonce,
+            acceptor_nonce=theirs.nonce,
+        )
+        try:
+            seal.check(theirs)
+        except WrongProofError:
+            raise self._wrong_proof() from None
+        self._seal = seal
+
+    async def prove_as_acceptor(self, secret: bytes) -> None:
+        """The same from the other side; the dialler's proof comes with its hello."""
+        theirs = await self._receive_challenge()
+        nonce = make_nonce()
+        seal = Seal(
+            secret,
+            is_dialler=False,
+            binding=_binding(self._stream),
+            dialler_nonce=theirs.nonce,
+            acceptor_nonce=nonce,
+        )
+        await self.send(seal.challenge(nonce))
+        self._seal = seal
+
+    async def _receive_challenge(self) -> Challenge:
+        theirs = await self.receive(Challenge)
+        if theirs.version != PROTOCOL_VERSION:
+            raise _mismatch(self._whom, "protocol version", PROTOCOL_VERSION, theirs.version)
+        return theirs
+
+    def _wrong_proof(self) -> RefusedError:
+        return RefusedError(
+            f"{self._whom} could not prove that it has our secret; set the same ClusterConfig.secret on both sides",
+            field=SECRET,
+        )
+
+    def _open(self, message: Message) -> Message:
+        """Return what stands in a sealed message, where they must be."""
+        if self._seal is None or isinstance(message, Refuse):  # a refusal can only end this, which anybody there can
+            return message
+        if not isinstance(message, Sealed):
+            raise ProtocolError(f"{self._whom} sent {type(message).__name__} without a proof")
+        try:
+            return self._seal.open(message)
+        except WrongProofError:
+            raise self._wrong_proof() from None
+
     async def send(self, message: Message) -> None:
+        if self._seal is not None and not isinstance(message, Refuse):
+            message = self._seal.close(message)
         try:
             await self._stream.send(encode(message))
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError, ssl.SSLError) as exc:
             raise LinkError(f"{self._whom} hung up during the handshake", phase="hello") from exc
 
     async def receive(self, kind: type[_M]) -> _M:
         """Return the next message, which must be of `kind`; its bytes are the last that are read."""
         while True:
-            for message in self.decoder.messages():
+            for received in self.decoder.messages():
+                message = self._open(received)
                 if isinstance(message, kind):
                     return message
                 if isinstance(message, Refuse):
@@ -215,14 +301,21 @@ class _Conversation:
                     if status in _NO_FAILURES:  # a refusal is one, whatever number comes with it
                         status = StatusCode.LLM_LINK_FAILED
                     raise _ToldError(f"{self._whom} refuses: {message.text}", field=message.field, status=status)
+                if self._seal is None and isinstance(message, (Hello, Challenge)) and kind in (Hello, Challenge):
+                    told = ("set", "not set") if isinstance(message, Hello) else ("not set", "set")
+                    raise _mismatch(self._whom, "ClusterConfig.secret", *told, field=SECRET)
                 raise ProtocolError(f"{self._whom} sent {type(message).__name__} where {kind.__name__} was due")
             try:
-                received = await self._stream.receive()
+                piece = await self._stream.receive()
             except anyio.EndOfStream as exc:
-                raise LinkError(f"{self._whom} closed the connection during the handshake", phase="hello") from exc
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError) as exc:
+                has_tls = self._stream.extra(TLSAttribute.ssl_object, None) is not None
+                hint = "; does it accept our certificate, the one in ClusterConfig.tls_client?" if has_tls else ""
+                raise LinkError(
+                    f"{self._whom} closed the connection during the handshake{hint}", phase="hello"
+                ) from exc
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError, ssl.SSLError) as exc:
                 raise LinkError(f"{self._whom} hung up during the handshake", phase="hello") from exc
-            self.decoder.extend(received)
+            self.decoder.extend(piece)
 
 
 class _ToldError(RefusedError):

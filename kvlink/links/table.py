@@ -17,10 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import anyio
-from anyio.abc import ByteStream, SocketAttribute, SocketStream, TaskGroup
+from anyio.abc import SocketStream, TaskGroup
 
-from kvlink.acceptor import Strangers
-from kvlink.config import ClusterConfig, ClusterInfo, parse_address
+from kvlink.acceptor import Complaints, Strangers
+from kvlink.config import ClusterConfig, ClusterInfo
 from kvlink.errors import (
     HandshakeError,
     KVLinkError,
@@ -31,6 +31,7 @@ from kvlink.errors import (
     StatusCode,
     TransferTimeoutError,
 )
+from kvlink.links.connections import connect, hang_up, origin, welcome
 from kvlink.links.events import LinkEvents
 from kvlink.links.handshake import CROSSED, Greeted, RefusedError, greet_as_acceptor, greet_as_dialler
 from kvlink.links.link import Link, MessageHandler
@@ -88,6 +89,7 @@ class LinkTable:
         self._strangers = Strangers(_MAX_STRANGERS)
         self.events = LinkEvents()
         self.relinker = Relinker(self.link, config, tasks)
+        self._complaints = Complaints(_log)
 
     def __len__(self) -> int:
         return len(self._links)
@@ -197,25 +199,30 @@ class LinkTable:
                     )
                 )
 
-    async def accept(self, stream: ByteStream) -> None:
+    async def accept(self, stream: SocketStream) -> None:
         """Serve one incoming connection; never raises. A stranger costs one small buffer until its deadline."""
-        whom = _origin(stream)
+        whom = origin(stream)
         greeted: Greeted | None = None
         try:
             with self._strangers.waiting(self._config.handshake_timeout_s) as scope:
                 greeted = await greet_as_acceptor(
-                    stream, self._hello(), self._transports, whom=whom, admit=self._admit, settle=self._settle_old
+                    await welcome(stream, self._config),
+                    self._hello(),
+                    self._transports,
+                    whom=whom,
+                    admit=self._admit,
+                    settle=self._settle_old,
+                    secret=self._config.secret,
                 )
             if scope.cancelled_caught:
-                _log.warning("closed a connection from %s: it never said who it is", whom)
+                self._complaints.say("closed a connection from %s: it never said who it is", whom)
         except (KVLinkError, OSError) as exc:
-            _log.warning("refused a connection from %s: %s", whom, str(exc))
-        except Exception:
-            _log.exception("failed to serve a connection from %s", whom)
+            self._complaints.say("refused a connection from %s: %s", whom, str(exc))
+        except Exception as exc:
+            self._complaints.say("failed to serve a connection from %s", whom, cause=exc)
         finally:
             if greeted is None:
-                with anyio.CancelScope(shield=True), suppress(OSError):
-                    await anyio.aclose_forcefully(stream)
+                await hang_up(stream)
         if greeted is not None:
             link = self._open(greeted, whom, is_dialled=False)
             await (_drop(greeted) if link is None else link.run())
@@ -277,12 +284,21 @@ class LinkTable:
         """Return a new link, or None when the peer's own connection has become the link."""
         info = attempt.info
         whom = f"cluster {info.cluster_id} at {info.address}"
-        stream = await _connect(info.address)
+        try:
+            stream = await connect(info.address, self._config)
+        except LinkError as exc:
+            exc.args = (f"{whom}: {exc}",)
+            raise
         greeted: Greeted | None = None
         try:
             with attempt.dialling:
                 greeted = await greet_as_dialler(
-                    stream, self._hello(), self._transports, whom=whom, expects=info.cluster_id
+                    stream,
+                    self._hello(),
+                    self._transports,
+                    whom=whom,
+                    expects=info.cluster_id,
+                    secret=self._config.secret,
                 )
         except ProtocolError as exc:
             raise HandshakeError(f"{whom} does not speak kvlink: {exc}", peer=info.cluster_id, phase="hello") from exc
@@ -291,8 +307,7 @@ class LinkTable:
                 raise HandshakeError(str(exc), status=exc.status, peer=info.cluster_id, phase="hello") from exc
         finally:
             if greeted is None:
-                with anyio.CancelScope(shield=True), suppress(OSError):
-                    await anyio.aclose_forcefully(stream)
+                await hang_up(stream)
         if greeted is None:
             await attempt.came_in.wait()
             return None
@@ -368,22 +383,4 @@ async def _drop(greeted: Greeted) -> None:
     greeted.endpoint.abort()
     with anyio.CancelScope(shield=True):
         await greeted.endpoint.aclose()
-        with suppress(OSError):
-            await anyio.aclose_forcefully(greeted.stream)
-
-
-async def _connect(text: str) -> SocketStream:
-    address = parse_address(text)
-    if address.path:
-        return await anyio.connect_unix(address.path)
-    return await anyio.connect_tcp(address.host, address.port)
-
-
-def _origin(stream: ByteStream) -> str:
-    """Return how to name a connection that came in."""
-    # A connection that was reset at once has no address any more; uvloop says so with an AttributeError.
-    with suppress(anyio.TypedAttributeLookupError, OSError, IndexError, AttributeError):
-        remote = stream.extra(SocketAttribute.remote_address)
-        if isinstance(remote, tuple):
-            return f"the peer at {remote[0]}:{remote[1]}"
-    return "the peer on a Unix socket"
+        await hang_up(greeted.stream)

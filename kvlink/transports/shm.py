@@ -12,13 +12,14 @@ here until we let go, and the kernel tells us at once (pidfd).
 
 from __future__ import annotations
 
+import logging
 import secrets
 from typing import Final
 
 import anyio
 from anyio.abc import TaskGroup, UNIXSocketStream
 
-from kvlink.acceptor import Acceptor, Strangers
+from kvlink.acceptor import Acceptor, Complaints, Strangers
 from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, LinkError
 from kvlink.memory.copying import Copier
@@ -26,6 +27,8 @@ from kvlink.memory.regions import LocalMemory
 from kvlink.transports.base import Endpoint, Offer, Transport
 from kvlink.transports.shm_channel import TOKEN_NBYTES, Channel
 from kvlink.transports.shm_endpoint import GONE, ShmEndpoint
+
+_log = logging.getLogger(__name__)
 
 _MAX_STRANGERS: Final = 256
 
@@ -58,6 +61,7 @@ class ShmTransport(Transport):
         self._address = f"kvlink-{secrets.token_hex(16)}"
         self._expected: dict[bytes, _Expectation] = {}
         self._strangers = Strangers(_MAX_STRANGERS)
+        self._complaints = Complaints(_log)
         self._tasks: TaskGroup | None = None
         self._acceptor: Acceptor | None = None
 
@@ -96,6 +100,7 @@ class ShmTransport(Transport):
             raise LinkError(f"no shared memory: the peer is not on this host ({why})") from exc
         channel = Channel(stream)
         try:
+            channel.check_user(self._config.allowed_uids)  # before the token: it is for nobody else
             await channel.send_token(token)
             endpoint = ShmEndpoint(self._local, self._copier, channel, self._config)
             try:
@@ -127,9 +132,13 @@ class ShmTransport(Transport):
         is_attached = False
         try:
             with self._strangers.waiting(self._config.handshake_timeout_s):
+                channel.check_user(self._config.allowed_uids)
                 expectation = self._expected.get(await channel.receive_token())
                 if expectation is None or expectation.is_taken:
                     expectation = None
+                    self._complaints.say(
+                        "refused to share memory with process %d: no handshake of ours has its token", channel.peer()[0]
+                    )
                     return
                 expectation.is_taken = True
                 endpoint = ShmEndpoint(self._local, self._copier, channel, self._config)
@@ -144,7 +153,9 @@ class ShmTransport(Transport):
                 endpoint = None  # accepted: the link closes it
         except KVLinkError as exc:
             if expectation is not None:
-                expectation.error = exc
+                expectation.error = exc  # who waits for it complains
+            else:
+                self._complaints.say("refused to share memory: %s", str(exc))
         except GONE:
             pass
         finally:

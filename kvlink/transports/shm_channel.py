@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Annotated, Final
 
@@ -18,6 +19,7 @@ import msgspec
 from anyio.abc import UNIXSocketStream
 from msgspec import Meta, Struct
 
+from kvlink.credentials import check_user, peer_of
 from kvlink.errors import ProtocolError
 
 TOKEN_NBYTES: Final = 32
@@ -109,8 +111,11 @@ class Channel:
 
     def peer(self) -> tuple[int, int]:
         """Return the process id and user id of the peer, as the kernel knows them in our namespaces."""
-        pid, uid, _ = struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return pid, uid
+        return peer_of(self._socket)
+
+    def check_user(self, allowed_uids: Collection[int]) -> None:
+        """Raise `LinkError` when the peer is another user's process, and not one of `allowed_uids`."""
+        check_user(self._socket, allowed_uids)
 
     async def aclose(self) -> None:
         """Close the socket. Idempotent."""

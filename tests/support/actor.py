@@ -207,12 +207,14 @@ async def serve(talk: socket.socket, settings: dict[str, Any]) -> None:
         else:
             answer(number, value=value)
 
+    config = settings["config"]
+    secret = config.get("secret")  # text: it came as JSON
     cluster = kv.Cluster(
         cluster_id=settings["cluster_id"],
         role=kv.Role[settings["role"]],
         pool=settings["pool"],
         listen=settings["listen"],
-        config=kv.ClusterConfig(**settings["config"]),
+        config=kv.ClusterConfig(**{**config, "secret": secret and secret.encode()}),
         wrap_transport=wrap_transport,
     )
     async with cluster, anyio.create_task_group() as tasks:
