@@ -221,7 +221,8 @@ class CloseWrite(Struct, frozen=True, tag="close-write"):
 class Claim(Struct, frozen=True, tag="claim"):
     """I have the token of ticket `number`: let me be its holder, and tell me where its blocks lie.
 
-    Answered by a `Found` whose word is the ticket's own; its `lease` is a write lease where the ticket is for filling.
+    Answered by a `Found` whose word is the ticket's own. Its `lease` is the claim, which `CloseRead` gives back unused;
+    it is a write lease too where the ticket is for filling.
     """
 
     seq: UInt64

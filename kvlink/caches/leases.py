@@ -61,7 +61,7 @@ class LeaseBook:
     ) -> ReadLease:
         """Give a read lease."""
         word, generation = self._state.begin()
-        lease = ReadLease(self._number(), word, generation, holder, entry, slot, name, expires_at)
+        lease = ReadLease(self.new_number(), word, generation, holder, entry, slot, name, expires_at)
         self._table.pin(entry)
         self._reads[lease.number] = lease
         return lease
@@ -82,14 +82,14 @@ class LeaseBook:
         for number, lease in self._writes.items():
             if lease.holder == holder and lease.entry is entry and lease.on_closed is None:
                 return number
-        number = self._number()
+        number = self.new_number()
         self._table.pin(entry)
         self._writes[number] = WriteLease(holder, entry)
         return number
 
     def open_fill(self, holder: bytes, entry: CacheEntry, on_closed: Callable[[], None]) -> int:
         """Give a write lease for one ticket, apart from any other, and return its number."""
-        number = self._number()
+        number = self.new_number()
         self._table.pin(entry)
         self._writes[number] = WriteLease(holder, entry, on_closed)
         return number
@@ -137,7 +137,8 @@ class LeaseBook:
         """Write leases given and not ended."""
         return len(self._writes)
 
-    def _number(self) -> int:
+    def new_number(self) -> int:
+        """Return a number that no lease has had; also for claims of tickets, which are given back in the same way."""
         number = self._next
         self._next += 1
         return number

@@ -93,6 +93,7 @@ class Ticket:
         self.word, self.generation = book.state.begin()
         self.expires_at = anyio.current_time() + lease_s
         self.holder: Holder | None = None
+        self.claim = 0
         self.lease = 0
         self.unfilled: NDArray[np.bool_] = np.ones(entry.desc.num_tensors if token.is_write else 0, bool)
         self.ending = Ending(f"ticket {token.number}")
@@ -169,6 +170,7 @@ class TicketBook:
         self._live: dict[int, Ticket] = {}
         self._ended: OrderedDict[int, tuple[bytes, TicketOutcome]] = OrderedDict()
         self._due: list[tuple[float, int]] = []
+        self._claims: dict[int, Ticket] = {}
         self._probed: dict[Holder, float] = {}
         self._sooner = anyio.Event()
         self._is_closed = False
@@ -216,8 +218,16 @@ class TicketBook:
         ticket.holder = holder
         if ticket.is_write:
             self._let_write(ticket, holder)
+        ticket.claim = ticket.lease or self._store.leases.new_number()
+        self._claims[ticket.claim] = ticket
         self._remind(ticket, self._silent_at(ticket))
         return ticket
+
+    def give_back(self, holder: Holder, claim: int) -> None:
+        """Take note that whoever made a claim had gone when the answer came. Unknown: no-op."""
+        ticket = self._claims.get(claim)
+        if ticket is not None and ticket.holder is holder:
+            self.end(ticket, TicketEnding.DROPPED, "its claim was given up", told_by=holder)
 
     def take(self, holder: Holder, message: Filled | EndTicket) -> None:
         """Take note of what a ticket's holder has done; anybody else's word counts for nothing."""
@@ -256,6 +266,7 @@ class TicketBook:
             return
         self.state.end(ticket.word)  # first: from here on nothing that is read under it counts
         del self._live[ticket.number]
+        self._claims.pop(ticket.claim, None)
         holder = ticket.holder
         outcome = TicketOutcome(kind, cause[:MAX_CAUSE], None if holder is None else holder.peer)
         self._ended[ticket.number] = (ticket.secret, outcome)
@@ -345,6 +356,6 @@ def found_by(ticket: Ticket, seq: int) -> Found:
         geometry=entry.geometry,
         word=ticket.word,
         generation=ticket.generation,
-        lease=ticket.lease,
+        lease=ticket.claim,
         blocks=ticket.blocks,
     )

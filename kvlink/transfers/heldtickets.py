@@ -19,7 +19,7 @@ from kvlink.checks import Tensors
 from kvlink.errors import TicketError
 from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
-from kvlink.tokens import TicketEnding, TicketOutcome
+from kvlink.tokens import TicketEnding, TicketOutcome, Token
 from kvlink.wire import EndTicket, Filled, Found, Target
 
 _MISSING: Final = 0
@@ -95,17 +95,18 @@ class HeldTicket:
     """
 
     def __init__(
-        self, link: Link, number: int, found: Found, grant: WriteGrant | None, forget: Callable[[HeldTicket], None]
+        self, link: Link, said: Token, found: Found, grant: WriteGrant | None, forget: Callable[[HeldTicket], None]
     ) -> None:
         self.peer = link.peer
-        self.number = number
+        self.number = said.number
+        self.secret = said.secret
         self.blocks = found.blocks
         self.is_write = grant is not None
         self.link = link
         self.found = found
         self.grant = grant
         self.coverage = Coverage(found.geometry.num_tensors, len(found.blocks))
-        self.ending = Ending(f"ticket {number} of cluster {link.peer}")
+        self.ending = Ending(f"ticket {said.number} of cluster {link.peer}")
         self._num_moving = 0
         self._forget = forget
 
@@ -221,9 +222,9 @@ class HeldTickets:
     def __init__(self) -> None:
         self._held: dict[tuple[Link, int], HeldTicket] = {}
 
-    def add(self, link: Link, number: int, found: Found, grant: WriteGrant | None) -> HeldTicket:
+    def add(self, link: Link, said: Token, found: Found, grant: WriteGrant | None) -> HeldTicket:
         """Keep a ticket that has just been claimed."""
-        held = self._held[link, number] = HeldTicket(link, number, found, grant, self._forget)
+        held = self._held[link, said.number] = HeldTicket(link, said, found, grant, self._forget)
         return held
 
     def get(self, link: Link, number: int) -> HeldTicket | None:

@@ -75,6 +75,7 @@ class CacheServer:
         if isinstance(message, CloseRead):
             self._store.leases.close_read(holder, message.lease, message.tensors)
             self._staging.close(holder, message.lease)
+            self._tickets.give_back(link, message.lease)
         elif isinstance(message, (Stage, Commit)):
             self._staging.begin(link, message)
         elif isinstance(message, CloseWrite):

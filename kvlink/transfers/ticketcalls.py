@@ -1,11 +1,12 @@
 """Moving bytes by ticket: claim, check, plan, move, settle.
 
-A bare token is used up by one call: claim (one round trip), move, say how it ended (no round trip). What must not be
-lost is the end: a claim that is cancelled on its way may still have been granted, so it is given back unseen.
+A bare token is used up by one call: claim (one round trip), move, say how it ended (no round trip). A claim that is
+cancelled on its way may still be granted: the link gives it back when the answer comes, as it does with read leases.
 """
 
 from __future__ import annotations
 
+import hmac
 from time import perf_counter
 from typing import NamedTuple
 
@@ -29,7 +30,6 @@ from kvlink.checks import (
 from kvlink.errors import (
     CacheNotFoundError,
     FeatureNotEnabledError,
-    LinkLostError,
     ParameterValueError,
     ProtocolError,
     TicketError,
@@ -45,7 +45,7 @@ from kvlink.transfers.heldtickets import HeldTicket, HeldTickets, target_of_tick
 from kvlink.transfers.pushes import put_checked
 from kvlink.transfers.transfer import get_checked, load_word_within
 from kvlink.transfers.views import accept_found
-from kvlink.wire import Claim, EndTicket, Found
+from kvlink.wire import Claim, CloseRead, Found
 
 AnyTicket = bytes | str | HeldTicket
 """What stands for a ticket in a call: its token, or the ticket while it is held."""
@@ -156,7 +156,7 @@ class TicketMover:
         while (claiming := self._claiming.get(place)) is not None:
             await claiming.wait()  # bounded by the deadline of whoever claims
         held = self._held.get(link, said.number)
-        if held is not None:
+        if held is not None and hmac.compare_digest(held.secret, said.secret):
             return held
         claiming = self._claiming[place] = anyio.Event()
         try:
@@ -229,7 +229,7 @@ class TicketMover:
                 if said.is_write:
                     # Kept before anything can fail: only a lease that is known here can be given back.
                     grant = link.grants.add(target_of_ticket(said.number), found)
-                held = self._held.add(link, said.number, found, grant)
+                held = self._held.add(link, said, found, grant)
                 try:
                     await accept_found(link, found, for_writing=said.is_write)
                 except BaseException as exc:
@@ -250,14 +250,10 @@ class TicketMover:
             answer = await link.ask(lambda seq: Claim(seq, said.number, said.secret, said.is_write))
         except CacheNotFoundError as exc:
             raise TicketError(str(exc), peer=link.peer, phase="look-up", ticket=said.number) from None
-        except LinkLostError:
-            raise
-        except BaseException:
-            # It may have been granted all the same, and nobody here would ever use it.
-            link.post(EndTicket(said.number, TicketEnding.DROPPED, "its claim was given up"))
-            raise
         if not isinstance(answer, Found) or not answer.blocks or max(answer.blocks) >= answer.geometry.num_slots:
-            raise ProtocolError(f"cluster {link.peer} answered a claim with {answer}", peer=link.peer)
+            if isinstance(answer, Found):
+                link.post(CloseRead(answer.lease))
+            raise ProtocolError(f"cluster {link.peer} answered a claim with nonsense", peer=link.peer)
         return answer
 
 

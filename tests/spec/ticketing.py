@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import anyio
+
 import kvlink as kv
-from tests.spec.harness import P, SpecActor, Stage, cluster, link
+from tests.spec.harness import LIMIT_S, D, P, SpecActor, Stage, cluster, link
 from tests.support import actor as support_actor
 from tests.support.peer import spawn_peer
 
@@ -63,13 +65,20 @@ class TicketActor(SpecActor):
 
 
 @asynccontextmanager
-async def owner_in_child(role: str = "MIX", life: int = 1, **config: Any) -> AsyncIterator[Stage]:
-    """Run P in a child, and D here, linked; the keywords are fields of both `ClusterConfig`."""
+async def owner_in_child(*, life: int = 1, here: kv.Cluster | None = None, **config: Any) -> AsyncIterator[Stage]:
+    """Run P in a child, and D here (None: a new one), linked; both are MIX.
+
+    Args:
+        config: fields of both `ClusterConfig`.
+    """
     python = ("-W", "error", "-m", "tests.spec.ticketing")
-    async with (
-        spawn_peer(P, role, pool="1MiB", life=life, config=config, python=python) as owner,
-        cluster(2, kv.Role.MIX, **config) as here,
-    ):
+    async with AsyncExitStack() as stack:
+        stack.enter_context(anyio.fail_after(LIMIT_S))
+        owner = await stack.enter_async_context(
+            spawn_peer(P, "MIX", pool="1MiB", life=life, config=config, python=python)
+        )
+        if here is None:
+            here = await stack.enter_async_context(cluster(D, kv.Role.MIX, **config))
         await link(here, P, owner.address, "shm")
         yield Stage(owner, here)
 
