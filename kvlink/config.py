@@ -110,7 +110,8 @@ class ClusterConfig:
         close_timeout_s: how long closing waits for what is in flight and for the goodbye to be sent.
         inline_nbytes: a transfer up to this size is copied on the event loop: 256 KiB take about 50 us, less than
             handing it to a thread and being woken.
-        chunk_nbytes: piece that a copy thread moves between two looks for cancellation: 4 MiB take about 0.5 ms.
+        chunk_nbytes: piece that a copy thread moves between two looks for cancellation: 4 MiB take about 0.5 ms. One
+            contiguous row that is much longer goes in larger pieces where that is faster, see `streaming_nbytes`.
         copy_threads: threads that copy; 0 means one per core but one, at most 4, where memory bandwidth is exhausted.
             The core that is left keeps the event loop free: with a thread on each of 2 busy cores a 1 ms ticker was up
             to 28 ms late (p99) during a 1 GiB pull, with one thread 6 ms. With 2 threads such a pull takes 0.7 times

@@ -195,10 +195,15 @@ def test_copies_move_the_right_bytes(copies: list[Copy]) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(works(), st.integers(1, 300))
-def test_cutting_covers_every_byte_once(copies: list[Copy], chunk_nbytes: int) -> None:
+@given(works(), st.integers(1, 300), st.integers(0, 300), st.lists(st.booleans()))
+def test_cutting_covers_every_byte_once(
+    copies: list[Copy], chunk_nbytes: int, stream_nbytes: int, answers: list[bool]
+) -> None:
     """Whatever the size of the chunks, together they move each byte of the work exactly once, and no other."""
-    chunks = list(cut(copies, chunk_nbytes))
+    is_alone = iter(answers)
+    chunks = list(
+        cut(copies, chunk_nbytes, stream_nbytes=stream_nbytes, is_alone=lambda: next(is_alone, bool(len(answers) % 2)))
+    )
     assert sorted(bytes_of([copy for chunk in chunks for copy in chunk])) == sorted(bytes_of(copies))
 
 
@@ -247,6 +252,43 @@ def test_small_copies_go_together_and_large_ones_are_cut() -> None:
         [(10, 1)],
     ]
     assert shapes([], 100) == []
+
+
+def test_a_long_row_goes_in_long_pieces_while_nobody_waits() -> None:
+    """A row is cut into pieces that pass by the processor's caches, as long as the rest has one and no job waits."""
+    memory = np.zeros(2000, np.uint8)
+    for answers, expected in (
+        ([True] * 3, [300, 300, 300, 100]),
+        ([True, False, True, True], [300, 100, 300, 300]),
+        ([False] * 8, [100] * 10),
+    ):
+        is_alone = partial(next, iter(answers))
+        pieces = cut([Copy(memory, 0, 0, memory, 1000, 0, 1000, 1)], 100, stream_nbytes=300, is_alone=is_alone)
+        assert [part.nbytes for (part,) in pieces] == expected
+    (small,) = cut([Copy(memory, 0, 0, memory, 1000, 0, 80, 1)], 100, stream_nbytes=50)
+    assert len(small) == 1
+
+
+async def test_long_pieces_are_for_a_job_that_is_alone() -> None:
+    """While another job waits for its turn, a long row is cut small, so that the other waits for a small piece."""
+    copier = Copier(num_threads=1, inline_nbytes=0, chunk_nbytes=100)
+    copier._stream_nbytes = 300
+    try:
+        assert copier._is_alone()
+        started, gate = threading.Event(), threading.Event()
+
+        def block() -> None:
+            started.set()
+            gate.wait(LONG_S)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(copier.run_calls, iter([block]))
+            assert await anyio.to_thread.run_sync(started.wait, LONG_S)
+            assert not copier._is_alone()
+            gate.set()
+    finally:
+        gate.set()
+        copier.close()
 
 
 MEMORY_NBYTES: Final = 64

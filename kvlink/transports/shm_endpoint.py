@@ -84,28 +84,43 @@ class ShmEndpoint(Endpoint):
 
     async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
         self._check_open()
-        local, remote = self._local, self._remote
         if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
             await self._copy_foreign(extents, nbytes, is_write=False)
             return
-        copies = [
-            Copy(local[region].memory, offset, stride, remote[peer_region], peer_offset, peer_stride, length, count)
+        if nbytes <= self.immediate_nbytes:
+            if not all(map(self.get_at_once, extents)):
+                raise LinkLostError("the link has ended; link again", phase="transfer")
+            return
+        local, remote = self._memories(extents)
+        copies = (
+            Copy(local[region], offset, stride, remote[peer_region], peer_offset, peer_stride, length, count)
             for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
-        ]
+        )
         await self._copier.run(copies, nbytes)
 
     async def put(self, extents: Sequence[Extent], nbytes: int) -> None:
         self._check_open()
-        local, remote = self._local, self._remote
         if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
             await self._copy_foreign(extents, nbytes, is_write=True)
             return
-        copies = [
-            Copy(remote[peer_region], peer_offset, peer_stride, local[region].memory, offset, stride, length, count)
+        if nbytes <= self.immediate_nbytes:
+            if not all(map(self.put_at_once, extents)):
+                raise LinkLostError("the link has ended; link again", phase="transfer")
+            return
+        local, remote = self._memories(extents)
+        copies = (
+            Copy(remote[peer_region], peer_offset, peer_stride, local[region], offset, stride, length, count)
             for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
-        ]
+        )
         await self._copier.run(copies, nbytes)
         order_memory()
+
+    def _memories(self, extents: Sequence[Extent]) -> tuple[dict[int, Bytes], dict[int, Bytes]]:
+        """Return the memory of each region that `extents` name, ours and the peer's, as it is now."""
+        ours, theirs = {extent[0] for extent in extents}, {extent[3] for extent in extents}
+        return {number: self._local[number].memory for number in ours}, {
+            number: self._remote[number] for number in theirs
+        }
 
     async def load_word(self, word: int) -> int:
         order_memory()
