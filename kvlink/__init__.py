@@ -37,6 +37,7 @@ from kvlink.geometry import CacheDesc, DataType, Placement, Role
 from kvlink.keys import ABSENT, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from kvlink.links.events import LinkChange, LinkEventStream, LinkLost, LinkUp, PeerRestarted
 from kvlink.links.link import Link
+from kvlink.links.notifications import Notification, NotificationStream
 from kvlink.links.state import LinkState
 from kvlink.report import BlockFailure, LinkResult, LinkResults, TransferReport
 from kvlink.stats import LinkStats, PoolUsage
@@ -85,6 +86,8 @@ __all__ = [
     "LinkUp",
     "MismatchError",
     "NotLinkedError",
+    "Notification",
+    "NotificationStream",
     "OutOfMemoryError",
     "ParameterError",
     "ParameterTypeError",

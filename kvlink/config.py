@@ -119,6 +119,9 @@ class ClusterConfig:
         max_caches: caches and tickets that can live at once; each costs 8 bytes.
         max_frame_nbytes: largest control message accepted from a peer that has said who it is.
         max_links: links at once; 512 as in the spec.
+        max_notification_nbytes: largest payload of a notification, sent or taken; at most 128 KiB.
+        max_notifications: notifications of all peers that wait for the application; beyond that senders are told that
+            this cluster is busy. Each link has at most 32 of them.
         max_clusters_per_call: clusters in one link or unlink call; 16 as in the spec.
         is_prefaulted: enter the pages of pools, ours and peers', into the page table before they are used. Costs 0.25 s
             per GiB at start; saves up to 1.5 s per GiB at the first use.
@@ -152,6 +155,8 @@ class ClusterConfig:
     max_caches: int = 65536
     max_frame_nbytes: int = 8 * 1024 * 1024
     max_links: int = 512
+    max_notification_nbytes: int = 64 * 1024
+    max_notifications: int = 4096
     max_clusters_per_call: int = 16
     is_prefaulted: bool = True
     has_huge_pages: bool = False
@@ -179,7 +184,9 @@ class ClusterConfig:
             ("chunk_nbytes", 4096, 2**40),
             ("copy_threads", 0, 256),
             ("max_caches", 1, 2**24),
-            ("max_frame_nbytes", 65536, 2**30),
+            ("max_frame_nbytes", 4 * 65536, 2**30),
+            ("max_notification_nbytes", 1, 2 * 65536),
+            ("max_notifications", 1, 2**20),
             ("max_links", 1, 2**20),
             ("max_relinks", 1, 2**20),
             ("max_clusters_per_call", 1, 2**20),

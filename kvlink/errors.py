@@ -64,7 +64,7 @@ class KVLinkError(RuntimeError):
     Attributes:
         status: the code; each subclass has its own default.
         peer: the other side's cluster id, where one was involved.
-        phase: ``dial``, ``hello``, ``look-up``, ``transfer`` or ``settle``, where the failure has one.
+        phase: ``dial``, ``hello``, ``look-up``, ``transfer``, ``settle`` or ``notify``, where the failure has one.
     """
 
     default_status: ClassVar[StatusCode] = StatusCode.LLM_FAILED

@@ -23,6 +23,7 @@ Who says what:
 `Claim`                   "I have this ticket": makes the sender its holder; answered by `Found` or `Failed`
 `Filled`, `EndTicket`     what a ticket's holder has put in place; either side says how a ticket has ended
 `Stage`, `Commit`         detours through the owner's pool, for memory that cannot be reached where it is
+`Notify`, `Credit`        a few bytes for the application, answered by `Pong` when queued; room for more of them
 `Ping`, `Pong`            liveness, and `check_link_status`
 `LayerEvent`              a layer-wise push tells the receiver what has landed, or that it failed
 `Goodbye`                 an orderly end
@@ -258,6 +259,19 @@ class LayerEvent(Struct, frozen=True, tag="layer", kw_only=True):
     text: Text = ""
 
 
+class Notify(Struct, frozen=True, tag="notify"):
+    """Give `payload` to your application. Answered by `Pong` when it is in its queue, or by `Failed`."""
+
+    seq: UInt64
+    payload: bytes
+
+
+class Credit(Struct, frozen=True, tag="credit"):
+    """My application has taken `num` of your notifications; you may send as many more."""
+
+    num: UInt32
+
+
 class Ping(Struct, frozen=True, tag="ping"):
     """Are you there?"""
 
@@ -301,6 +315,8 @@ Message = (
     | Filled
     | EndTicket
     | LayerEvent
+    | Notify
+    | Credit
     | Ping
     | Pong
     | Goodbye

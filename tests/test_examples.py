@@ -36,6 +36,11 @@ SAYS: Final[dict[str, list[str]]] = {
         r"D: swapped in blocks are still the same: right",
         r"D: unlinked: ok",
     ],
+    "notifications.py": [
+        r"P: cluster 2 is linked",
+        *(rf"P: request {request} is done; \d+ caches are left" for request in range(70, 76)),
+        r"P: cluster 2 has gone",
+    ],
     "disaggregated_generation.py": [r"4 of 4 answers equal those of one undivided process"],
 }
 

@@ -20,6 +20,7 @@ from kvlink.errors import (
 )
 from kvlink.geometry import Role, check_int
 from kvlink.links.events import LinkEventStream
+from kvlink.links.notifications import NotificationStream, check_payload
 from kvlink.links.table import LinkTable
 from kvlink.report import LinkResult, LinkResults, failed_result
 
@@ -200,6 +201,50 @@ class LinkCalls(ABC):
                 counted in `LinkEventStream.num_missed`.
         """
         return self._open_links().events.listen(check_int("max_waiting", max_waiting, 1, 2**20))
+
+    async def notify(
+        self, peer: int | ClusterInfo, payload: bytes | bytearray | memoryview, *, timeout_s: float | None = None
+    ) -> None:
+        """Send a few bytes to a linked peer's application, which takes them from `notifications`. Any role.
+
+        Returns when the peer's process has them in its queue; whether its application has taken them is for the two
+        applications to say. Notifications over one link arrive in the order of the calls, each at most once. While the
+        peer's application has 32 of this link to take, further calls wait, and delay nothing else.
+
+        Args:
+            payload: at most `ClusterConfig.max_notification_nbytes`.
+            timeout_s: deadline; None for `ClusterConfig.operation_timeout_s`.
+
+        Cancellation: one that was still waiting for its turn is never sent; another one may arrive.
+
+        Raises:
+            NotLinkedError, LinkLostError: there is no link, or it ended; sent or not, it is not sent again.
+            TransferTimeoutError: not in time; the message says whether it may still arrive.
+            ParameterError: too long, here or for the peer.
+            KVLinkError: with `LLM_LINK_BUSY`, the peer's queue for all its links is full.
+        """
+        links = self._open_links()
+        made = check_payload(payload, self.config.max_notification_nbytes)
+        timeout_s = self.config.operation_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        link = links.open_link(_peer(peer))
+        link.begin()
+        try:
+            await link.notices.send(made, timeout_s=timeout_s)
+        finally:
+            link.end()
+
+    def notifications(self) -> NotificationStream:
+        """Return what peers have sent with `notify`, and with ``notify=`` on pulls and pushes, oldest first.
+
+        ::
+
+            async for notification in cluster.notifications():
+                ...  # notification.peer, notification.payload
+
+        They are kept from the start of the cluster, so none is missed that was sent before this call. Several streams
+        take from one queue. The iteration ends when the cluster is closed and all have been taken.
+        """
+        return NotificationStream(self._open_links().inbox)
 
     def _refuse_link_call(self, call: str, clusters: object) -> KVLinkError | None:
         if self.role is Role.PROMPT:

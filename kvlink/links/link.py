@@ -21,6 +21,7 @@ import anyio
 from kvlink.errors import KVLinkError, LinkLostError, NotLinkedError, ProtocolError, error_for
 from kvlink.geometry import Role, TensorRun
 from kvlink.links.grants import WriteGrants
+from kvlink.links.notifications import Notices
 from kvlink.links.pairing import MAX_PAIRINGS, Pairing
 from kvlink.links.state import LinkEvent, LinkState, next_state
 from kvlink.stats import LinkStats
@@ -66,6 +67,7 @@ class Link:
         reason: why this transport was chosen, and others were not.
         state, stats: where it is in its life, and what went over it.
         views, grants: where the peer's caches lie, and which of them we may write into.
+        notices: notifications on their way out, and how many came in.
         pairings: what was found to fit together, so that it is checked once; see `Pairing`.
         detour: why transfers with some of the peer's registered memory go through its pool, and what to allow; None
             while none does.
@@ -98,6 +100,7 @@ class Link:
         self.stats = LinkStats()
         self.views: dict[Target, Found] = {}
         self.grants = WriteGrants(self.post)
+        self.notices = Notices(self)
         self.pairings: dict[tuple[object, ...], Pairing] = {}
         self.detour: str | None = None
         self.unreachable: set[int] = set()
@@ -116,7 +119,7 @@ class Link:
         self._outbox_nbytes = 0
         self._has_post = anyio.Event()
         self._next_seq = 1
-        self._answers: dict[int, _Question] = {}
+        self._answers: dict[int, Question] = {}
         self._num_operations = 0
         self._is_idle = anyio.Event()
         self.error: KVLinkError | None = None
@@ -139,7 +142,7 @@ class Link:
             NotLinkedError: the link is not open.
         """
         if self.state is not LinkState.OPEN:
-            raise self._gone()
+            raise self.gone()
         self._num_operations += 1
 
     def is_out_of_reach(self, runs: tuple[TensorRun, ...]) -> bool:
@@ -186,27 +189,38 @@ class Link:
             KVLinkError: the peer's answer is an error, of the class that belongs to its status.
         """
         if self.state is LinkState.CLOSED:
-            raise self._gone()
+            raise self.gone()
+        return await self.answer(self.pose(question))
+
+    def pose(self, question: Callable[[int], Message]) -> Question:
+        """Post a question now. Its `answer` is awaited, or it is given up (`give_up`)."""
         seq = self._next_seq
         self._next_seq += 1
-        waiting = self._answers[seq] = _Question()
-        asked = question(seq)
+        posed = self._answers[seq] = Question(seq, question(seq))
+        self.post(posed.asked)
+        self.stats.round_trips += 1
+        return posed
+
+    def give_up(self, posed: Question) -> None:
+        """Wait no more for the answer to a question. Idempotent."""
+        self._answers.pop(posed.seq, None)
+
+    async def answer(self, posed: Question) -> Answer:
+        """Return the answer to a question. Raises what `ask` raises."""
         try:
-            self.post(asked)
-            self.stats.round_trips += 1
-            await waiting.settled.wait()
+            await posed.settled.wait()
         except BaseException:
             # Cancelled between the answer's arrival and our turn: a read lease that came with it is nobody's. (A write
             # lease waits to be recalled.)
-            late = waiting.answer
-            if isinstance(late, Found) and late.lease and not isinstance(asked, OpenWrite):
+            late = posed.answer
+            if isinstance(late, Found) and late.lease and not isinstance(posed.asked, OpenWrite):
                 self.post(CloseRead(late.lease))
             raise
         finally:
-            self._answers.pop(seq, None)
-        answer = waiting.answer
+            self.give_up(posed)
+        answer = posed.answer
         if answer is None:
-            raise self._gone()
+            raise self.gone()
         if isinstance(answer, Failed):
             raise error_for(answer.status, f"cluster {self.peer}: {answer.text}", peer=self.peer, phase="look-up")
         return answer
@@ -271,6 +285,7 @@ class Link:
         self.endpoint.abort()
         for waiting in self._answers.values():
             waiting.settled.set()
+        self.notices.close()
         self.views.clear()
         self.pairings.clear()
         self._scope.cancel()
@@ -282,7 +297,8 @@ class Link:
                 self._is_idle = anyio.Event()
             await self._is_idle.wait()
 
-    def _gone(self) -> KVLinkError:
+    def gone(self) -> KVLinkError:
+        """Return the error for whoever uses this link now that it has ended."""
         error = self.error
         if isinstance(error, LinkLostError):
             return LinkLostError(str(error), peer=self.peer, phase=error.phase)
@@ -371,11 +387,13 @@ class Link:
         return f"<Link to cluster {self.peer} {self.state.value} over {self.transport}>"
 
 
-class _Question:
+class Question:
     """Something that waits for the peer's answer."""
 
-    __slots__ = ("answer", "settled")
+    __slots__ = ("answer", "asked", "seq", "settled")
 
-    def __init__(self) -> None:
+    def __init__(self, seq: int, asked: Message) -> None:
+        self.seq = seq
+        self.asked = asked
         self.settled = anyio.Event()
         self.answer: Answer | None = None

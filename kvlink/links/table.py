@@ -35,6 +35,7 @@ from kvlink.links.connections import connect, hang_up, origin, welcome
 from kvlink.links.events import LinkEvents
 from kvlink.links.handshake import CROSSED, Greeted, RefusedError, greet_as_acceptor, greet_as_dialler
 from kvlink.links.link import Link, MessageHandler
+from kvlink.links.notifications import NotificationInbox
 from kvlink.links.relink import Relinker
 from kvlink.links.state import LinkEvent, LinkState
 from kvlink.report import LinkResult
@@ -63,6 +64,7 @@ class LinkTable:
 
     Attributes:
         events: tells whoever listens of links that open and end.
+        inbox: what peers' applications have sent.
         relinker: links again to peers that are lost, where that was asked for.
     """
 
@@ -81,7 +83,7 @@ class LinkTable:
         self._transports = transports
         self._config = config
         self._tasks = tasks
-        self._on_message = on_message
+        self.inbox = NotificationInbox(on_message, config)
         self._on_opened = on_opened
         self._link_closed = on_closed
         self._links: dict[int, Link] = {}
@@ -181,6 +183,7 @@ class LinkTable:
         for link in self:
             link.lose(NotLinkedError(f"the link to cluster {link.peer} has ended: {reason}", peer=link.peer))
         self.events.close()
+        self.inbox.close()
 
     def beat(self, now: float) -> None:
         """Keep quiet links alive, and give up those whose peer has been silent for too long.
@@ -338,7 +341,7 @@ class LinkTable:
             is_dialled=is_dialled,
             max_frame_nbytes=self._config.max_frame_nbytes,
             close_timeout_s=self._config.close_timeout_s,
-            on_message=self._on_message,
+            on_message=self.inbox.on_message,
             on_closed=self._closed,
         )
         self._links[peer] = link

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from anyio.abc import TaskGroup
 
 from kvlink.caches.bookkeeping import OWNERS, READERS
 from kvlink.caches.copies import LocalCopier
+from kvlink.caches.copycalls import CopyCalls
 from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
 from kvlink.caches.tickets import TicketBook
 from kvlink.checks import Blocks, check_layer_width
 from kvlink.config import ClusterConfig
+from kvlink.errors import ParameterTypeError
 from kvlink.geometry import Role, check_int
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
+from kvlink.links.notifications import check_payload, move_then_notify
 from kvlink.links.table import LinkTable
 from kvlink.report import TransferReport
+from kvlink.tokens import parse_token
 from kvlink.transfers.heldtickets import HeldTicket
 from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from kvlink.transfers.layerwise import CacheTask, LayerPusher
@@ -27,7 +32,7 @@ from kvlink.transfers.ticketing import Ticketing
 from kvlink.transfers.turns import LoopTurns
 
 
-class KvCacheManager(Ticketing):
+class KvCacheManager(Ticketing, CopyCalls):
     """The caches of one cluster and what moves them. Reached as `Cluster.kv_cache_manager`.
 
     Which role may call what: the spec, section 12; MIX may do whatever either role may. A call that the role forbids
@@ -50,6 +55,7 @@ class KvCacheManager(Ticketing):
         self._puller = Puller(store, links, self._turns)
         self._pusher = Pusher(store, links, self._turns)
         self._local = local
+        self._links = links
         self._layers = LayerPusher(store, links, config, tasks)
 
     async def pull_blocks(
@@ -63,6 +69,7 @@ class KvCacheManager(Ticketing):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
         timeout_s: float | None = None,
+        notify: bytes | None = None,
     ) -> TransferReport:
         """Copy blocks of a peer's cache into ours, for every tensor of the chosen layers.
 
@@ -81,6 +88,9 @@ class KvCacheManager(Ticketing):
             src_layer_range, dst_layer_range: layers to take from and to fill, None for all; equally many.
             tensor_num_per_layer: consecutive tensors that make a layer.
             timeout_s: deadline of the whole call; None for the cluster's `ClusterConfig.operation_timeout_s`.
+            notify: payload for the peer's `Cluster.notifications`, sent when all blocks have landed, and acknowledged
+                before the call returns; a call that fails sends nothing. An error with the phase ``notify`` means that
+                the blocks have landed and the peer was not told.
 
         Ownership: do not read or write the destination blocks until the call has ended.
         Cancellation: waits, a few ms over shared memory, until nothing is in flight; leaves the contents undefined.
@@ -97,6 +107,19 @@ class KvCacheManager(Ticketing):
         Source: the spec, sections 6.7 and 9.3.
         """
         self._check_role("pull_blocks", READERS)
+        if notify is not None:
+            again = partial(
+                self.pull_blocks,
+                key,
+                cache,
+                src_blocks,
+                dst_blocks,
+                src_layer_range=src_layer_range,
+                dst_layer_range=dst_layer_range,
+                tensor_num_per_layer=tensor_num_per_layer,
+                timeout_s=timeout_s,
+            )
+            return await self._and_notify(key, notify, timeout_s, again)
         if isinstance(key, (bytes, str, HeldTicket)):
             return await self._mover.pull_blocks(
                 key,
@@ -149,6 +172,7 @@ class KvCacheManager(Ticketing):
         dst_cache_offset: int | None = None,
         tensor_num_per_layer: int = 2,
         timeout_s: float | None = None,
+        notify: bytes | None = None,
     ) -> TransferReport:
         """Copy one slot of a peer's cache into slot `batch_index` of ours, for every tensor of the chosen layers.
 
@@ -165,6 +189,7 @@ class KvCacheManager(Ticketing):
                 this a pull that never releases the key.
             tensor_num_per_layer: consecutive tensors that make a layer.
             timeout_s: deadline of the whole call; None for the cluster's `ClusterConfig.operation_timeout_s`.
+            notify: as for `pull_blocks`.
 
         What it does to the key: a request key is released at the peer once every tensor has been delivered, by one pull
         or by several of different layers. Prefix keys, pulls with offsets, and pulls that fail release nothing.
@@ -178,6 +203,21 @@ class KvCacheManager(Ticketing):
         Source: the spec, sections 5.3 and 6.5.
         """
         self._check_role("pull_cache", READERS)
+        if notify is not None:
+            again = partial(
+                self.pull_cache,
+                key,
+                cache,
+                batch_index,
+                size,
+                src_layer_range=src_layer_range,
+                dst_layer_range=dst_layer_range,
+                src_cache_offset=src_cache_offset,
+                dst_cache_offset=dst_cache_offset,
+                tensor_num_per_layer=tensor_num_per_layer,
+                timeout_s=timeout_s,
+            )
+            return await self._and_notify(key, notify, timeout_s, again)
         key = check_pull_key(key)
         if size != -1:
             size = check_int("size", size, 1, 2**63 - 1)
@@ -208,6 +248,7 @@ class KvCacheManager(Ticketing):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
         timeout_s: float | None = None,
+        notify: bytes | None = None,
     ) -> TransferReport:
         """Copy blocks of our cache into a peer's, for every tensor of the chosen layers. Any role.
 
@@ -229,6 +270,19 @@ class KvCacheManager(Ticketing):
 
         Source: the spec, section 9.4.
         """
+        if notify is not None:
+            again = partial(
+                self.push_blocks,
+                key,
+                cache,
+                src_blocks,
+                dst_blocks,
+                src_layer_range=src_layer_range,
+                dst_layer_range=dst_layer_range,
+                tensor_num_per_layer=tensor_num_per_layer,
+                timeout_s=timeout_s,
+            )
+            return await self._and_notify(key, notify, timeout_s, again)
         if isinstance(key, (bytes, str, HeldTicket)):
             return await self._mover.push_blocks(
                 key,
@@ -268,6 +322,7 @@ class KvCacheManager(Ticketing):
         dst_layer_range: range | None = None,
         tensor_num_per_layer: int = 2,
         timeout_s: float | None = None,
+        notify: bytes | None = None,
     ) -> TransferReport:
         """Copy slot `src_batch_index` of our cache into the slot of a peer's cache that `key` names. Any role.
 
@@ -277,6 +332,19 @@ class KvCacheManager(Ticketing):
 
         Source: the spec, section 9.4.
         """
+        if notify is not None:
+            again = partial(
+                self.push_cache,
+                key,
+                cache,
+                src_batch_index,
+                size=size,
+                src_layer_range=src_layer_range,
+                dst_layer_range=dst_layer_range,
+                tensor_num_per_layer=tensor_num_per_layer,
+                timeout_s=timeout_s,
+            )
+            return await self._and_notify(key, notify, timeout_s, again)
         if size != -1:
             size = check_int("size", size, 1, 2**63 - 1)
         return await self._pusher.push_cache(
@@ -329,58 +397,20 @@ class KvCacheManager(Ticketing):
             dst_block_memory_size,
         )
 
-    async def copy_cache(
-        self,
-        dst: KvCache,
-        src: KvCache,
-        dst_batch_index: int = 0,
-        src_batch_index: int = 0,
-        offset: int = 0,
-        size: int = -1,
-    ) -> None:
-        """Copy a slot of one of our caches into a slot of another, or of the same; destination first. Any role.
+    async def _and_notify(
+        self, key: object, payload: bytes, timeout_s: float | None, move: Callable[[], Awaitable[TransferReport]]
+    ) -> TransferReport:
+        made = check_payload(payload, self._config.max_notification_nbytes)
+        link = self._links.open_link(_owner_of(key))
+        return await move_then_notify(link, made, move, timeout_s=self._timeout_s(timeout_s))
 
-        Args:
-            offset: bytes into *both* slots.
-            size: bytes per tensor; -1 for the rest of the source slot after `offset`.
 
-        Raises:
-            ParameterError, MismatchError: slots, offset and size do not fit, or the caches differ in tensors or data
-                type; no byte has moved.
-            CacheNotFoundError: a cache was deallocated.
-
-        Source: the spec, section 6.8.
-        """
-        if size != -1:
-            size = check_int("size", size, 1, 2**63 - 1)
-        await self._local.copy_cache(
-            dst,
-            src,
-            check_int("dst_batch_index", dst_batch_index, 0, 2**32 - 1),
-            check_int("src_batch_index", src_batch_index, 0, 2**32 - 1),
-            check_int("offset", offset, 0, 2**63 - 1),
-            size,
-        )
-
-    async def copy_blocks(self, cache: KvCache, copy_block_info: Mapping[int, Sequence[int]]) -> None:
-        """Copy blocks inside one cache: each key block to every block of its list, in all tensors. Any role.
-
-        Copies behave as if all sources were read before anything is written, so ``{0: [1], 1: [0]}`` exchanges two
-        blocks. A destination may occur once. An empty dict is a no-op. Nothing moves if any number is wrong.
-
-        Source: the spec, section 6.9.
-        """
-        await self._local.copy_blocks(cache, copy_block_info)
-
-    async def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: Mapping[int, int]) -> None:
-        """Copy blocks between a HOST and a DEVICE cache, one way: the source stays as it is. Any role.
-
-        From HOST to DEVICE it swaps in, from DEVICE to HOST it swaps out. An empty dict is a no-op.
-
-        Raises:
-            ParameterError: not exactly one of the two is a HOST cache, or a number is wrong; no byte has moved.
-            MismatchError: different block sizes, tensors or data types.
-
-        Source: the spec, section 6.10.
-        """
-        await self._local.swap_blocks(src, dst, src_to_dst)
+def _owner_of(key: object) -> int:
+    """Return the cluster that a key, a token or a held ticket is about."""
+    if isinstance(key, (bytes, str)):
+        return parse_token(key).cluster_id
+    if isinstance(key, HeldTicket):
+        return key.peer
+    if isinstance(key, (BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex)):
+        return key.cluster_id
+    raise ParameterTypeError(f"the key must be a key, a token or a held ticket, got {key!r}")

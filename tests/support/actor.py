@@ -139,6 +139,25 @@ class Actor:
         report = await self._cluster.kv_cache_manager.pull_cache(key, self._caches[cache], **options)
         return {"nbytes": report.nbytes, "transport": report.transport, "done": list(report.done)}
 
+    async def push_with_notice(
+        self, peer: int, cache_id: int, cache: int, blocks: list[int], stamps: list[list[int]]
+    ) -> None:
+        """Again and again: fill a cache with the next stamp, push blocks of it to `peer`, and notify it."""
+        manager, key = self._cluster.kv_cache_manager, kv.CacheKeyByIdAndIndex(peer, cache_id)
+        for stamp in stamps:
+            self.fill(cache, stamp)
+            await manager.push_blocks(key, self._caches[cache], blocks, blocks, notify=json.dumps(stamp).encode())
+
+    async def notify(self, peer: int, text: str, **options: Any) -> None:
+        """Send a notification."""
+        await self._cluster.notify(peer, text.encode(), **options)
+
+    async def take_notifications(self, num: int) -> list[tuple[int, str]]:
+        """Take that many, each with its sender."""
+        async with self._cluster.notifications() as stream:
+            taken = [await stream.__anext__() for _ in range(num)]
+        return [(each.peer, each.payload.decode()) for each in taken]
+
     def stamp_of(self, cache: int) -> list[int]:
         """Return who wrote the first block of a cache."""
         return list(read_stamp(self._caches[cache].tensors[0], 0))
