@@ -46,6 +46,7 @@ from kvlink.transfers.heldtickets import HeldTicket
 from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from kvlink.transfers.layerwise import CacheTask
 from kvlink.transfers.manager import KvCacheManager
+from kvlink.transfers.prepared import PreparedPull, PreparedPush
 
 __version__ = "0.1.0"
 
@@ -96,6 +97,8 @@ __all__ = [
     "PeerRestarted",
     "Placement",
     "PoolUsage",
+    "PreparedPull",
+    "PreparedPush",
     "ProtocolError",
     "Role",
     "RoleError",

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import anyio
 import numpy as np
@@ -46,6 +46,10 @@ class Copy(NamedTuple):
     source_stride: int
     nbytes: int
     num_rows: int
+
+
+make_copy: Final[Callable[[Iterable[Any]], Copy]] = partial(tuple.__new__, Copy)
+"""Makes a `Copy` of its fields in a third of the time that calling the class takes."""
 
 
 def copy_rows(

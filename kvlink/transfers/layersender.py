@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from kvlink.caches.table import CacheEntry
 from kvlink.checks import check_blocks, check_same_kind
 from kvlink.errors import FeatureNotEnabledError, KVLinkError, MismatchError, ParameterError
@@ -12,7 +14,7 @@ from kvlink.keys import BlocksCacheKey
 from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.links.table import LinkTable
-from kvlink.plan import Extent, Piece, join_blocks, scatter_slot, spread, total_nbytes
+from kvlink.plan import Extent, Piece, plan_blocks, scatter_slot, spread, total_nbytes
 from kvlink.transfers.layerconfig import TransferConfig, TransferWithCacheKeyConfig
 from kvlink.transfers.pushes import put_checked
 from kvlink.transfers.views import cache_of, open_write
@@ -212,6 +214,6 @@ class LayerSender:
             scattered = scatter_slot(destination, block_nbytes, slot_offset, own_nbytes)
             pieces = [Piece(local, remote, nbytes) for remote, local, nbytes in scattered]
         else:
-            joined = join_blocks(destination, source, block_nbytes)
-            pieces = [Piece(local, remote, nbytes) for remote, local, nbytes in joined]
+            local, remote = np.asarray(source, np.int64), np.asarray(destination, np.int64)
+            return plan_blocks(place.local, place.remote, local, remote, block_nbytes, is_push=True)
         return spread(place.local, place.remote, pieces)

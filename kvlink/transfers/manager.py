@@ -25,14 +25,15 @@ from kvlink.tokens import parse_token
 from kvlink.transfers.heldtickets import HeldTicket
 from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from kvlink.transfers.layerwise import CacheTask, LayerPusher
-from kvlink.transfers.pulls import Puller
-from kvlink.transfers.pushes import Pusher
+from kvlink.transfers.prepared import Preparing
+from kvlink.transfers.pulls import Puller, place_of_pull
+from kvlink.transfers.pushes import Pusher, place_of_push
 from kvlink.transfers.ticketcalls import TicketMover
 from kvlink.transfers.ticketing import Ticketing
 from kvlink.transfers.turns import LoopTurns
 
 
-class KvCacheManager(Ticketing, CopyCalls):
+class KvCacheManager(Preparing, Ticketing, CopyCalls):
     """The caches of one cluster and what moves them. Reached as `Cluster.kv_cache_manager`.
 
     Which role may call what: the spec, section 12; MIX may do whatever either role may. A call that the role forbids
@@ -133,9 +134,8 @@ class KvCacheManager(Ticketing, CopyCalls):
             )
         if isinstance(key, BlocksCacheKey):
             if timeout_s is None:
-                report = self._puller.pull_at_once(
-                    key, cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
-                )
+                place = place_of_pull(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+                report = self._puller.pull_at_once(key, cache, src_blocks, dst_blocks, place)
                 if report is not None:
                     return report
             return await self._puller.pull_blocks(
@@ -295,9 +295,8 @@ class KvCacheManager(Ticketing, CopyCalls):
                 timeout_s=self._timeout_s(timeout_s),
             )
         if timeout_s is None:
-            report = self._pusher.push_at_once(
-                key, cache, src_blocks, dst_blocks, src_layer_range, dst_layer_range, tensor_num_per_layer
-            )
+            place = place_of_push(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+            report = self._pusher.push_at_once(key, cache, src_blocks, dst_blocks, place)
             if report is not None:
                 return report
         return await self._pusher.push_blocks(

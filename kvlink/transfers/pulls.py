@@ -39,10 +39,31 @@ from kvlink.transfers.turns import LoopTurns
 from kvlink.transfers.views import find_cache, open_read, target_of
 from kvlink.wire import CloseRead, Found, Target
 
-_RANGES: Final = (NoneType, range)
+PLAIN_RANGES: Final = (NoneType, range)
+
+Place = tuple[object, ...]
+"""Under which a link remembers a `Pairing`."""
 
 Plan = Callable[[Found], tuple[Tensors, list[Piece]]]
 """Checks a peer's cache against the request; returns the peer's tensors and the pieces to move in each."""
+
+
+def place_of_pull(
+    key: BlocksCacheKey,
+    cache: KvCache,
+    src_layer_range: range | None,
+    dst_layer_range: range | None,
+    tensor_num_per_layer: int,
+) -> Place | None:
+    """Return the place of these arguments, None where one is not of the plain type that can be compared by value."""
+    if (
+        type(cache) is not KvCache
+        or type(tensor_num_per_layer) is not int
+        or type(src_layer_range) not in PLAIN_RANGES
+        or type(dst_layer_range) not in PLAIN_RANGES
+    ):
+        return None
+    return (key.model_id, cache.cache_id, src_layer_range, dst_layer_range, tensor_num_per_layer)
 
 
 class Puller:
@@ -65,34 +86,29 @@ class Puller:
         cache: KvCache,
         src_blocks: Blocks,
         dst_blocks: Blocks,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
+        place: Place | None,
     ) -> TransferReport | None:
         """Do what `pull_blocks` does without waiting; None where that cannot be, or is not known to be right.
 
         The short way of kvlink, see `kvlink.links.pairing`. Nothing is refused here: what is not plainly right goes
         the long way, whose checks have names.
 
+        Args:
+            place: of these layers, by `place_of_pull`.
+
         Raises:
             CacheNotFoundError: the cache ended during the copy.
         """
         started = perf_counter()
         store = self._store
-        if type(cache) is not KvCache or cache.store is not store or not store.mark[0] or self._turns.is_due:
+        if place is None or cache.store is not store or not store.mark[0] or self._turns.is_due:
             return None
         entry = cache.live_entry
         source, destination = few_blocks(src_blocks), few_blocks(dst_blocks)
         link = self._links.peek(key.cluster_id)
         if entry is None or source is None or destination is None or link is None:
             return None
-        if type(tensor_num_per_layer) is not int or type(src_layer_range) not in _RANGES:
-            return None
-        if type(dst_layer_range) not in _RANGES:
-            return None
-        pairing = link.pairings.get(
-            (key.model_id, entry.cache_id, src_layer_range, dst_layer_range, tensor_num_per_layer)
-        )
+        pairing = link.pairings.get(place)
         if pairing is None:
             return None
         endpoint, quick = link.endpoint, pairing.quick
@@ -178,6 +194,51 @@ class Puller:
         if nbytes <= endpoint.immediate_nbytes:
             self._turns.held_s += perf_counter() - found_at
         return report
+
+    async def prepare(
+        self,
+        key: BlocksCacheKey,
+        cache: KvCache,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        timeout_s: float,
+    ) -> None:
+        """Check and look up what `pull_blocks` with these arguments would, so that it need not. Raises as that does."""
+        check_layer_range("src_layer_range", src_layer_range)
+        entry = self._store.own_entry(cache, "the destination")
+        ours = check_layers("dst_layer_range", dst_layer_range, entry.geometry.num_tensors, tensor_num_per_layer)
+        link = self._links.open_link(key.cluster_id)
+        place = place_of_pull(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        link.begin()
+        try:
+            await self._pair(link, key, entry, ours, src_layer_range, tensor_num_per_layer, place, timeout_s)
+        except BaseException as exc:
+            link.failed(exc)
+            raise
+        finally:
+            link.end()
+
+    async def _pair(
+        self,
+        link: Link,
+        key: BlocksCacheKey,
+        entry: CacheEntry,
+        ours: Tensors,
+        src_layer_range: range | None,
+        width: int,
+        place: Place | None,
+        timeout_s: float,
+    ) -> Pairing:
+        """Return the peer's cache of `key` paired with ours: remembered while it is still that one, else looked up."""
+        pairing = None if place is None else link.pairings.get(place)
+        if pairing is not None and await is_current(link.endpoint, pairing.found, timeout_s=timeout_s, peer=link.peer):
+            return pairing
+        found = await find_cache(link, target_of(key), timeout_s)
+        pairing = _pair(entry, ours, found, src_layer_range, width)
+        if place is not None and not link.is_out_of_reach(pairing.remote):
+            link.keep_pairing(place, pairing)
+        return pairing
 
     async def pull_slot_into_blocks(
         self,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from types import NoneType
-from typing import Final
 
 import anyio
 
@@ -38,13 +36,12 @@ from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
 from kvlink.plan import Extent, Piece, join_blocks, plan_blocks, restage, spread
 from kvlink.report import TransferReport
+from kvlink.transfers.pulls import PLAIN_RANGES, Place
 from kvlink.transfers.staging import commit, stage
 from kvlink.transfers.transfer import is_current, load_word_within
 from kvlink.transfers.turns import LoopTurns
 from kvlink.transfers.views import cache_of, open_write
 from kvlink.wire import CloseRead, Target
-
-_RANGES: Final = (NoneType, range)
 
 
 async def put_checked(
@@ -83,9 +80,26 @@ async def put_checked(
         grant.end()
 
 
-def _name(key: BlocksCacheKey | CacheKeyByIdAndIndex) -> tuple[str, int]:
-    """Return what a key names, whatever its slot, as part of the place of a `Pairing`; pulls' places are shorter."""
-    return ("id", key.cache_id) if isinstance(key, CacheKeyByIdAndIndex) else ("blocks", key.model_id)
+def place_of_push(
+    key: BlocksCacheKey | CacheKeyByIdAndIndex,
+    cache: KvCache,
+    src_layer_range: range | None,
+    dst_layer_range: range | None,
+    tensor_num_per_layer: int,
+) -> Place | None:
+    """As `place_of_pull`, whose places are shorter. A key by id names the whole cache, whatever its slot."""
+    if (
+        type(cache) is not KvCache
+        or type(tensor_num_per_layer) is not int
+        or type(src_layer_range) not in PLAIN_RANGES
+        or type(dst_layer_range) not in PLAIN_RANGES
+    ):
+        return None
+    if type(key) is BlocksCacheKey:
+        return ("blocks", key.model_id, cache.cache_id, src_layer_range, dst_layer_range, tensor_num_per_layer)
+    if type(key) is CacheKeyByIdAndIndex:
+        return ("id", key.cache_id, cache.cache_id, src_layer_range, dst_layer_range, tensor_num_per_layer)
+    return None
 
 
 def _pair(entry: CacheEntry, ours: Tensors, grant: WriteGrant, dst_layer_range: range | None, width: int) -> Pairing:
@@ -148,19 +162,10 @@ class Pusher:
         link.begin()
         movement = self._store.begin_moving(entry, source.tolist())
         try:
-            place = (*_name(key), entry.cache_id, src_layer_range, dst_layer_range, tensor_num_per_layer)
-            pairing = link.pairings.get(place)
-            grant = None if pairing is None else pairing.grant
-            if (
-                pairing is None
-                or grant is None
-                or grant.is_recalled
-                or not await is_current(link.endpoint, grant.found, timeout_s=timeout_s, peer=link.peer)
-            ):
-                grant = await open_write(link, target, timeout_s=timeout_s)
-                pairing = _pair(entry, ours, grant, dst_layer_range, tensor_num_per_layer)
-                if not link.is_out_of_reach(pairing.remote):
-                    link.keep_pairing(place, pairing)
+            place = place_of_push(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+            pairing = await self._pair(link, key, entry, ours, dst_layer_range, tensor_num_per_layer, place, timeout_s)
+            grant = pairing.grant
+            assert grant is not None
             found, local, remote, num_tensors, theirs = pairing[:5]
             geometry = found.geometry
             if int(destination.max()) >= geometry.num_slots:
@@ -190,45 +195,85 @@ class Pusher:
             self._turns.held_s += perf_counter() - found_at
         return report
 
+    async def prepare(
+        self,
+        key: BlocksCacheKey | CacheKeyByIdAndIndex,
+        cache: KvCache,
+        src_layer_range: range | None,
+        dst_layer_range: range | None,
+        tensor_num_per_layer: int,
+        timeout_s: float,
+    ) -> None:
+        """Check and open what `push_blocks` with these arguments would, so that it need not. Raises as that does."""
+        check_layer_range("dst_layer_range", dst_layer_range)
+        entry = self._store.own_entry(cache, "the source")
+        ours = check_layers("src_layer_range", src_layer_range, entry.desc.num_tensors, tensor_num_per_layer)
+        link = self._links.open_link(key.cluster_id)
+        place = place_of_push(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+        link.begin()
+        try:
+            await self._pair(link, key, entry, ours, dst_layer_range, tensor_num_per_layer, place, timeout_s)
+        except BaseException as exc:
+            link.failed(exc)
+            raise
+        finally:
+            link.end()
+
+    async def _pair(
+        self,
+        link: Link,
+        key: BlocksCacheKey | CacheKeyByIdAndIndex,
+        entry: CacheEntry,
+        ours: Tensors,
+        dst_layer_range: range | None,
+        width: int,
+        place: Place | None,
+        timeout_s: float,
+    ) -> Pairing:
+        """Return the peer's cache of `key` paired with ours, under a write lease: remembered while both hold."""
+        pairing = None if place is None else link.pairings.get(place)
+        if (
+            pairing is not None
+            and pairing.grant is not None
+            and not pairing.grant.is_recalled
+            and await is_current(link.endpoint, pairing.found, timeout_s=timeout_s, peer=link.peer)
+        ):
+            return pairing
+        grant = await open_write(link, cache_of(key), timeout_s=timeout_s)
+        pairing = _pair(entry, ours, grant, dst_layer_range, width)
+        if place is not None and not link.is_out_of_reach(pairing.remote):
+            link.keep_pairing(place, pairing)
+        return pairing
+
     def push_at_once(
         self,
         key: BlocksCacheKey | CacheKeyByIdAndIndex,
         cache: KvCache,
         src_blocks: Blocks,
         dst_blocks: Blocks,
-        src_layer_range: range | None,
-        dst_layer_range: range | None,
-        tensor_num_per_layer: int,
+        place: Place | None,
     ) -> TransferReport | None:
         """Do what `push_blocks` does without waiting; None where that cannot be, or is not known to be right.
 
         The short way, as `Puller.pull_at_once`. Nothing is written under a recalled lease, and the put has ended when
         the loop can next hear of a recall, so it is not counted.
 
+        Args:
+            place: of these layers, by `place_of_push`.
+
         Raises:
             CacheNotFoundError: the cache ended during the copy.
         """
         started = perf_counter()
         store = self._store
-        if type(cache) is not KvCache or cache.store is not store or not store.mark[0] or self._turns.is_due:
+        if place is None or cache.store is not store or not store.mark[0] or self._turns.is_due:
             return None
         entry = cache.live_entry
         source, destination = few_blocks(src_blocks), few_blocks(dst_blocks)
-        if entry is None or source is None or destination is None:
-            return None
-        if type(tensor_num_per_layer) is not int:
-            return None
-        if type(src_layer_range) not in _RANGES or type(dst_layer_range) not in _RANGES:
-            return None
-        kind = type(key)
-        if kind is not BlocksCacheKey and kind is not CacheKeyByIdAndIndex:
-            return None
         link = self._links.peek(key.cluster_id)
-        if link is None:
+        if entry is None or source is None or destination is None or link is None:
             return None
-        pairing = link.pairings.get(
-            (*_name(key), entry.cache_id, src_layer_range, dst_layer_range, tensor_num_per_layer)
-        )
+        pairing = link.pairings.get(place)
         if pairing is None or pairing.grant is None or pairing.grant.is_recalled:
             return None
         endpoint, quick = link.endpoint, pairing.quick

@@ -14,7 +14,7 @@ import anyio
 
 from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, LinkLostError, ProtocolError
-from kvlink.memory.copying import Copier, Copy, copy_row, copy_rows
+from kvlink.memory.copying import Copier, copy_row, copy_rows, make_copy
 from kvlink.memory.pool import Bytes, Segment
 from kvlink.memory.regions import STATE, LocalMemory
 from kvlink.memory.stateregion import order_memory
@@ -93,7 +93,7 @@ class ShmEndpoint(Endpoint):
             return
         local, remote = self._memories(extents)
         copies = (
-            Copy(local[region], offset, stride, remote[peer_region], peer_offset, peer_stride, length, count)
+            make_copy((local[region], offset, stride, remote[peer_region], peer_offset, peer_stride, length, count))
             for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
         )
         await self._copier.run(copies, nbytes)
@@ -109,7 +109,7 @@ class ShmEndpoint(Endpoint):
             return
         local, remote = self._memories(extents)
         copies = (
-            Copy(remote[peer_region], peer_offset, peer_stride, local[region], offset, stride, length, count)
+            make_copy((remote[peer_region], peer_offset, peer_stride, local[region], offset, stride, length, count))
             for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
         )
         await self._copier.run(copies, nbytes)
