@@ -66,15 +66,23 @@ class WriteGrants:
         """Ask the peer anew the next time; the lease itself stays until it is recalled."""
         self._by_target.pop(target, None)
 
-    def add(self, target: Target, found: Found) -> WriteGrant:
-        """Keep the peer's answer; the same lease again is the same grant, whatever target it was reached by."""
+    def add(self, found: Found) -> WriteGrant:
+        """Keep the peer's answer; the same lease again is the same grant, whatever target it was reached by.
+
+        Only a lease that is known here can be given back when it is recalled, so this comes before anything can fail;
+        `name` comes when the memory can be written.
+        """
         grant = self._by_lease.get(found.lease)
         if grant is None:
             grant = self._by_lease[found.lease] = WriteGrant(self, found)
         elif found.addresses:
             grant.found = found  # the same cache, and now with addresses
-        self._by_target[target] = grant
         return grant
+
+    def name(self, target: Target, grant: WriteGrant) -> None:
+        """Let `get` find a grant whose memory can be written now, unless it was recalled meanwhile."""
+        if not grant.is_recalled:
+            self._by_target[target] = grant
 
     def recall(self, lease: int) -> None:
         """The owner wants this lease back: at once when idle, else when the last put under it has ended."""

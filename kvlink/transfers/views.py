@@ -91,17 +91,15 @@ async def _ask(
         answer = await link.ask(lambda seq: question(seq, target))
         if not isinstance(answer, Found):
             raise ProtocolError(f"cluster {link.peer} answered a look-up with {type(answer).__name__}", peer=link.peer)
-        if for_writing:
-            # Kept before anything can fail: only a lease that is known here can be given back when it is recalled.
-            link.grants.add(target, answer)
+        grant = link.grants.add(answer) if for_writing else None
         try:
             await accept_found(link, answer, for_writing=for_writing)
         except BaseException:
-            if for_writing:
-                link.grants.forget(target)
-            elif answer.lease:
+            if grant is None and answer.lease:
                 link.post(CloseRead(answer.lease))
             raise
+        if grant is not None:
+            link.grants.name(target, grant)
         return answer
     raise TransferTimeoutError(
         f"cluster {link.peer} did not say within {timeout_s} s where its cache lies; its event loop may be blocked",

@@ -263,6 +263,38 @@ async def test_lease_costs_one_round_trip(transport: str) -> None:
         assert stats.round_trips == before + 2  # one for each name by which the cache was reached
 
 
+async def test_a_second_push_waits_for_the_memory_too(transport: str) -> None:
+    """Two pushes to a cache that nobody has written into yet: neither writes before it may. Source: as above."""
+    async with linked_pair(transport, roles=MIXED) as pair:
+        target, cache = target_at_d(pair)
+        stamp = stamped(cache)
+        endpoint = link_to(pair.prompt, D).endpoint
+        reach, put = endpoint.reach, endpoint.put
+        arrived, is_open, num_waiting = anyio.Event(), anyio.Event(), 0
+
+        async def reach_later(regions: Any, *, for_writing: bool) -> None:
+            nonlocal num_waiting
+            num_waiting += 1
+            arrived.set()
+            await is_open.wait()
+            await reach(regions, for_writing=for_writing)
+
+        async def put_now(*arguments: Any) -> None:
+            assert is_open.is_set(), "written before the memory could be reached"
+            await put(*arguments)
+
+        endpoint.immediate_nbytes = -1  # everything takes the way that is watched here
+        setattr(endpoint, "reach", reach_later)  # noqa: B010  # a method is replaced
+        setattr(endpoint, "put", put_now)  # noqa: B010
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pair.owner.push_blocks, KEY, cache, [0], [0])
+            await arrived.wait()
+            tasks.start_soon(pair.owner.push_blocks, KEY, cache, [1], [1])
+            await eventually(lambda: num_waiting == 2, "the second push")
+            is_open.set()
+        expect(target.tensors, stamp, [0, 1])
+
+
 async def test_idle_lease_is_recalled(transport: str) -> None:
     """Deallocation recalls the lease of an idle writer, and then the memory is free. Source: the spec, section 5.2."""
     async with linked_pair(transport, roles=MIXED) as pair:
