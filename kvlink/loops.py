@@ -1,10 +1,13 @@
-"""The one place where event loops differ: waking one from another thread."""
+"""The one place where event loops differ: waking one from another thread, and waiting for a Unix socket."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from typing import Any
+
+import anyio
+from anyio.abc import SocketAttribute, UNIXSocketStream
 
 CallSoon = Callable[[Callable[[], Any]], Any]
 
@@ -17,3 +20,15 @@ def current_call_soon() -> CallSoon:
         import trio
 
         return trio.lowlevel.current_trio_token().run_sync_soon
+
+
+async def until_readable(stream: object) -> None:
+    """Return when `stream` has something to read, if it is a Unix socket; for any other, at once.
+
+    To be awaited before its ``receive``, which then need not wait. When that waits on asyncio and is cancelled in the
+    same turn of the loop in which bytes arrive, the loop reports an `InvalidStateError` on the user's standard error.
+    """
+    if isinstance(stream, UNIXSocketStream):
+        raw = stream.extra(SocketAttribute.raw_socket)
+        if raw.fileno() >= 0:  # else `receive` says that it is closed
+            await anyio.wait_readable(raw)

@@ -33,6 +33,7 @@ from msgspec import structs
 from kvlink.errors import HandshakeError, LinkError, ProtocolError, StatusCode, error_for
 from kvlink.geometry import Role
 from kvlink.links.seal import Seal, WrongProofError, make_nonce
+from kvlink.loops import until_readable
 from kvlink.transports.base import Endpoint, Offer, Transport
 from kvlink.wire import PROTOCOL_VERSION, Challenge, FrameDecoder, Hello, Message, Ready, Refuse, Sealed, encode
 
@@ -306,6 +307,7 @@ class _Conversation:
                     raise _mismatch(self._whom, "ClusterConfig.secret", *told, field=SECRET)
                 raise ProtocolError(f"{self._whom} sent {type(message).__name__} where {kind.__name__} was due")
             try:
+                await until_readable(self._stream)
                 piece = await self._stream.receive()
             except anyio.EndOfStream as exc:
                 has_tls = self._stream.extra(TLSAttribute.ssl_object, None) is not None

@@ -24,6 +24,7 @@ from kvlink.links.grants import WriteGrants
 from kvlink.links.notifications import Notices
 from kvlink.links.pairing import MAX_PAIRINGS, Pairing
 from kvlink.links.state import LinkEvent, LinkState, next_state
+from kvlink.loops import until_readable
 from kvlink.stats import LinkStats
 from kvlink.wire import (
     Answer,
@@ -158,6 +159,10 @@ class Link:
     def failed(self, error: BaseException) -> None:
         """Count a movement that failed, and let its error name the peer if nobody has."""
         self.stats.failures += 1
+        self.blame(error)
+
+    def blame(self, error: BaseException) -> None:
+        """Let an error of a movement name the peer, if nobody has."""
         if isinstance(error, KVLinkError) and error.peer is None:
             error.peer = self.peer
             if isinstance(error, LinkLostError):
@@ -297,6 +302,15 @@ class Link:
                 self._is_idle = anyio.Event()
             await self._is_idle.wait()
 
+    def check_alive(self) -> None:
+        """Refuse to go on with what the peer has said once the link has ended.
+
+        Raises:
+            LinkLostError, NotLinkedError: it has.
+        """
+        if self.state is LinkState.CLOSED:
+            raise self.gone()
+
     def gone(self) -> KVLinkError:
         """Return the error for whoever uses this link now that it has ended."""
         error = self.error
@@ -323,6 +337,7 @@ class Link:
                             peer=self.peer,
                         )
                     self._take(message)
+                await until_readable(self._stream)
                 decoder.extend(await self._stream.receive())
                 self.heard_at = anyio.current_time()
         except ProtocolError as exc:

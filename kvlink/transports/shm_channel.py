@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 
 from kvlink.credentials import check_user, peer_of
 from kvlink.errors import ProtocolError
+from kvlink.loops import until_readable
 
 TOKEN_NBYTES: Final = 32
 _LENGTH: Final = struct.Struct(">I")
@@ -76,6 +77,7 @@ class Channel:
         """
         descriptors: list[int] = []
         try:
+            await until_readable(self._stream)
             received, descriptors = await self._stream.receive_fds(_LENGTH.size, _MAX_DESCRIPTORS)
             head = received + await self._receive_exactly(_LENGTH.size - len(received))
             (nbytes,) = _LENGTH.unpack(head)
@@ -130,5 +132,6 @@ class Channel:
     async def _receive_exactly(self, nbytes: int) -> bytes:
         parts = b""
         while len(parts) < nbytes:
+            await until_readable(self._stream)
             parts += await self._stream.receive(nbytes - len(parts))
         return parts
