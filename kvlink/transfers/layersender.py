@@ -74,6 +74,7 @@ class LayerSender:
         self._links = links
         self._timeout_s = timeout_s
         self._link: Link | None = None
+        self._opened: WriteGrant | None = None
         self._caches: set[int] = set()
         self._known: list[WriteGrant] = []
         self._has_ended = False
@@ -88,7 +89,7 @@ class LayerSender:
         link.begin()
         self._link = link
         if isinstance(self.config, TransferWithCacheKeyConfig):
-            grant = await self._grant(link, cache_of(self.config.cache_key))
+            grant = self._opened = await self._grant(link, cache_of(self.config.cache_key))
             geometry = grant.found.geometry
             check_same_kind(self._entry.geometry, geometry, is_by_block=self._moving.source is not None)
             if geometry.num_tensors < self.config.dst_layer_range.stop * WIDTH:
@@ -145,6 +146,11 @@ class LayerSender:
         link.stats.failures += error is not None
         link.end()
 
+    def blame(self, error: KVLinkError) -> None:
+        """Let an error of this destination name it."""
+        if self._link is not None:
+            self._link.blame(error)
+
     async def _grant(self, link: Link, target: Target) -> WriteGrant:
         grant = await open_write(link, target, timeout_s=self._timeout_s)
         if link.is_out_of_reach(grant.found.geometry.runs):
@@ -155,7 +161,9 @@ class LayerSender:
         first = layer * WIDTH
         runs = self._entry.geometry.runs
         if isinstance(self.config, TransferWithCacheKeyConfig):
-            grant = await self._grant(link, cache_of(self.config.cache_key))
+            # Never asked for again: the key may name another cache by now, and a push goes into one or fails.
+            grant = self._opened
+            assert grant is not None
             landed = self.config.dst_layer_range[layer - self.layers.start]
             remote = select_runs(grant.found.geometry.runs, landed * WIDTH, landed * WIDTH + WIDTH)
             key = self.config.cache_key

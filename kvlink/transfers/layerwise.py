@@ -251,6 +251,7 @@ class LayerPusher:
                     sender.close(None)
                     return
         except KVLinkError as exc:
+            sender.blame(exc)
             failed.stop([index], exc)
         except Exception as exc:
             error = KVLinkError(f"sending a layer failed: {exc!r}")

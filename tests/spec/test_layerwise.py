@@ -720,6 +720,32 @@ async def test_target_that_is_given_back(transport: str) -> None:
         expect(new.tensors, other)
 
 
+async def test_key_that_names_another_cache_by_then(transport: str) -> None:
+    """kvlink: a push goes into one cache or fails; it is not spread over two that bear the same key one after the other.
+
+    Source: the spec, section 5.2, and the README.
+    """
+    async with linked_pair(transport, roles=(kv.Role.PROMPT, kv.Role.MIX)) as pair:
+        key = kv.BlocksCacheKey(D, 4)
+        source = pair.owner.allocate_blocks_cache(DESC)
+        target = pair.reader.allocate_blocks_cache(DESC, key)
+        gate, watch = LayerGate(), target.arrivals.watch()
+        configs: Configs = [kv.TransferWithCacheKeyConfig(key, ALL, ALL)]
+        task = pair.owner.transfer_cache_async(source, gate, configs, [0, 1], [0, 1])
+        gate.open(1)
+        await watch.layer(0, timeout_s=10)
+        watch.close()
+        pair.reader.deallocate_cache(target)
+        new = pair.reader.allocate_blocks_cache(DESC, key)
+        other = stamped(new, D)
+        await pair.flush()
+        gate.open(LAYERS)
+        assert await task.synchronize(10) is kv.StatusCode.LLM_KV_CACHE_NOT_EXIST
+        assert task.error is not None
+        assert task.error.peer == D
+        expect(new.tensors, other)
+
+
 async def test_link_that_ends(transport: str) -> None:
     """A link that ends in the middle is a failure of that push, seen at both ends. Source: the spec, section 8.3."""
     async with linked_pair(transport) as pair:
