@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from kvlink.report import TransferReport
+    from kvlink.report import Interrupted, TransferReport
 
 _BASE = 0x5010B000
 
@@ -65,6 +65,8 @@ class KVLinkError(RuntimeError):
         status: the code; each subclass has its own default.
         peer: the other side's cluster id, where one was involved.
         phase: ``dial``, ``hello``, ``look-up``, ``transfer``, ``settle`` or ``notify``, where the failure has one.
+        report: for a pull or push whose arguments were in order: which blocks are done and which failed, in the
+            caller's own numbers. Some are done only where the error is a `PartialTransferError` as well.
     """
 
     default_status: ClassVar[StatusCode] = StatusCode.LLM_FAILED
@@ -81,6 +83,9 @@ class KVLinkError(RuntimeError):
         self.status: StatusCode = self.default_status if status is None else status
         self.peer = peer
         self.phase = phase
+        self.report: TransferReport | None = None
+        self.interrupted: Interrupted | None = None
+        """On its way from where bytes move to where `report` is made of it; None in a caller's hands."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.args, self.__dict__))
@@ -199,15 +204,42 @@ class TransferTimeoutError(KVLinkError, TimeoutError):
 
 
 class PartialTransferError(KVLinkError):
-    """Some of a request was moved and some was not.
+    """Some of a request was moved and some was not; `__cause__` is the error that ended it, `status` is that one's.
+
+    It is of the cause's class as well (`PartialTimeoutError`, `PartialLinkLostError`, `PartialTransportError`), so that
+    who only wants to know what happened need not know this class.
 
     Attributes:
-        report: which blocks are done and which failed, in the caller's own numbers.
+        report: which blocks are done and which failed, in the caller's own numbers. Never None here.
     """
 
-    def __init__(self, message: str, *, report: TransferReport, peer: int | None = None) -> None:
-        super().__init__(message, peer=peer, phase="transfer")
+    def __init__(
+        self,
+        message: str,
+        *,
+        report: TransferReport,
+        status: StatusCode | None = None,
+        peer: int | None = None,
+        phase: str | None = "transfer",
+    ) -> None:
+        super().__init__(message, status=status, peer=peer, phase=phase)
         self.report = report
+
+
+class PartialTimeoutError(PartialTransferError, TransferTimeoutError):
+    """The deadline passed when some of the request had been moved."""
+
+    default_status = StatusCode.LLM_WAIT_PROCESS_TIMEOUT
+
+
+class PartialLinkLostError(PartialTransferError, LinkLostError):
+    """The peer went away when some of the request had been moved."""
+
+    default_status = StatusCode.LLM_LINK_FAILED
+
+
+class PartialTransportError(PartialTransferError, TransportError):
+    """The transport failed when some of the request had been moved."""
 
 
 class FeatureNotEnabledError(KVLinkError):

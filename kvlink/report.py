@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvlink.errors import KVLinkError, LinkError, StatusCode, error_for
+from kvlink.plan import Extent
 
 
 class BlockFailure(NamedTuple):
@@ -18,11 +19,33 @@ class BlockFailure(NamedTuple):
     cause: str
 
 
+class Interrupted(NamedTuple):
+    """A movement that ended before its end.
+
+    Attributes:
+        missing: the extents of which it cannot be vouched that all their bytes are in place.
+        num_extents: of the whole movement.
+        nbytes: bytes in the others.
+        transport: what moved them.
+        duration_s: how long.
+    """
+
+    missing: tuple[Extent, ...]
+    num_extents: int
+    nbytes: int
+    transport: str
+    duration_s: float
+
+
 class TransferReport(msgspec.Struct, frozen=True):
     """What one pull or push did.
 
     `done` and the blocks of `failed` partition the destination numbers of the request; for a movement of one slot they
-    are that slot. A call that returns has an empty `failed`; a partial one raises `PartialTransferError` with this.
+    are that slot. A call that returns has an empty `failed`; one that fails raises its error with this as `report`.
+
+    A block of a failed call is done when all its bytes are in place in every tensor, and the peer's cache was found
+    valid *after* that. When the cache has ended, or nobody can tell, no block is done. Neighbouring blocks travel as
+    one and fail as one. A cancelled call has no report: its destination is undefined.
 
     Attributes:
         peer: the other side's cluster id.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 from anyio.abc import SocketAttribute, UNIXSocketStream
 
@@ -60,7 +61,7 @@ async def test_a_read_that_is_cancelled_as_bytes_arrive(tmp_path: Path) -> None:
                 for _ in range(num_turns):
                     await asyncio.sleep(0)
                 scope.cancel()
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
 
     await connected(tmp_path, use)
     assert complaints == []

@@ -14,7 +14,7 @@ from kvlink.caches.arrivals import Arrivals
 from kvlink.caches.table import CacheEntry
 from kvlink.checks import Blocks, check_blocks
 from kvlink.errors import CacheNotFoundError
-from kvlink.geometry import CacheDesc
+from kvlink.geometry import CacheDesc, CacheGeometry
 
 if TYPE_CHECKING:
     from kvlink.caches.store import CacheStore
@@ -96,6 +96,11 @@ class KvCache:
             return not self._entry.moving
         asked = set(check_blocks("blocks", blocks, self.num_blocks))
         return all(asked.isdisjoint(moving) for moving in self._entry.moving.values())
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """What peers are told of it, also after its end. Internal."""
+        return self._entry.geometry
 
     def entry(self) -> CacheEntry:
         """Return the table's record; raise `CacheNotFoundError` when the handle is no longer valid. Internal."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -162,6 +162,46 @@ def _part(copy: Copy, row: int, count: int, start: int, nbytes: int) -> Copy:
     )
 
 
+def _noting(chunks: Iterator[list[Copy]], copied: list[tuple[int, int]]) -> Iterator[Callable[[], None]]:
+    """Yield calls that copy the chunks, and then note which bytes of all the work, counted in its order, those were."""
+    start = 0
+    for chunk in chunks:
+        stop = start + sum([copy.nbytes * copy.num_rows for copy in chunk])
+        yield partial(_copy_and_note, chunk, copied, (start, stop))
+        start = stop
+
+
+def _copy_and_note(chunk: list[Copy], copied: list[tuple[int, int]], place: tuple[int, int]) -> None:
+    copy_now(chunk)
+    copied.append(place)
+
+
+def complete(sizes: Sequence[int], copied: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the indices of copies that are complete.
+
+    Args:
+        sizes: bytes of each copy.
+        copied: first byte and end of the pieces that have been copied, in any order, none twice, when the bytes of all
+            copies are counted one after the other.
+    """
+    joined: list[list[int]] = []
+    for start, stop in sorted(copied):
+        if joined and joined[-1][1] == start:
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    found: list[int] = []
+    place = first = 0
+    for index, size in enumerate(sizes):
+        stop = place + size
+        while first < len(joined) and joined[first][1] < stop:
+            first += 1
+        if first < len(joined) and joined[first][0] <= place:
+            found.append(index)
+        place = stop
+    return found
+
+
 class _Job:
     """One large piece of work on its way through the threads. All fields are guarded by the copier's condition."""
 
@@ -194,8 +234,11 @@ class Copier:
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
-    async def run(self, copies: Iterable[Copy], nbytes: int) -> None:
+    async def run(self, copies: Iterable[Copy], nbytes: int, copied: list[tuple[int, int]] | None = None) -> None:
         """Do `copies`, `nbytes` in all; return when every byte is in place. They are looked at as they are needed.
+
+        Args:
+            copied: gets what has been copied by large work, however it ends; see `complete`.
 
         Cancellation: stops within a chunk per thread and waits for it; the target's contents are then undefined.
 
@@ -207,7 +250,10 @@ class Copier:
             copy_now(copies)
             return
         chunks = cut(copies, self.chunk_nbytes, stream_nbytes=self._stream_nbytes, is_alone=self._is_alone)
-        await self.run_calls(partial(copy_now, chunk) for chunk in chunks)
+        if copied is None:
+            await self.run_calls(partial(copy_now, chunk) for chunk in chunks)
+        else:
+            await self.run_calls(_noting(chunks, copied))
 
     async def run_calls(self, chunks: Iterator[Callable[[], None]]) -> None:
         """Make these calls in the threads, several at the same time; as `run`, whatever a call raises ends the job.

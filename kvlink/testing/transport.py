@@ -84,11 +84,11 @@ class FaultyEndpoint(Endpoint):
     def take(self, share: Share) -> None:
         self._inner.take(share)
 
-    async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
-        await self._move("get", self._inner.get, extents, nbytes)
+    async def get(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
+        await self._move("get", self._inner.get, extents, nbytes, [] if done is None else done)
 
-    async def put(self, extents: Sequence[Extent], nbytes: int) -> None:
-        await self._move("put", self._inner.put, extents, nbytes)
+    async def put(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
+        await self._move("put", self._inner.put, extents, nbytes, [] if done is None else done)
 
     async def load_word(self, word: int) -> int:
         return await self._do("load_word", lambda: self._inner.load_word(word))
@@ -122,24 +122,32 @@ class FaultyEndpoint(Endpoint):
     async def _move(
         self,
         operation: str,
-        move: Callable[[Sequence[Extent], int], Awaitable[None]],
+        move: Callable[[Sequence[Extent], int, list[int] | None], Awaitable[None]],
         extents: Sequence[Extent],
         nbytes: int,
+        done: list[int],
     ) -> None:
         fault = self._draw(operation)
         if fault is Fault.REORDER:
             for batch in self._dice.batches(len(extents)):
                 chosen = [extents[index] for index in batch]
-                await move(chosen, total_nbytes(chosen))
+                partly: list[int] = []
+                try:
+                    await move(chosen, total_nbytes(chosen), partly)
+                except BaseException:
+                    done += [batch[index] for index in partly]
+                    raise
+                done += batch
             with anyio.move_on_after(self._dice.late_s()):
                 await self._ended.wait()  # let one overtake that began later
         elif fault is Fault.FAIL:
             moved = extents[: self._dice.some(len(extents))]
             if moved:
-                await move(moved, total_nbytes(moved))
+                await move(moved, total_nbytes(moved), done)
+            done[:] = range(len(moved))
             raise TransportError(f"{operation} failed after {len(moved)} of {len(extents)} pieces, on purpose")
         else:
-            await self._strike(fault, operation, lambda: move(extents, nbytes))
+            await self._strike(fault, operation, lambda: move(extents, nbytes, done))
         self._ended.set()
         self._ended = anyio.Event()
 

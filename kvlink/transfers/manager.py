@@ -15,7 +15,7 @@ from kvlink.caches.store import CacheStore
 from kvlink.caches.tickets import TicketBook
 from kvlink.checks import Blocks, check_layer_width
 from kvlink.config import ClusterConfig
-from kvlink.errors import ParameterTypeError
+from kvlink.errors import KVLinkError, ParameterTypeError
 from kvlink.geometry import Role, check_int
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
 from kvlink.links.notifications import check_payload, move_then_notify
@@ -25,6 +25,7 @@ from kvlink.tokens import parse_token
 from kvlink.transfers.heldtickets import HeldTicket
 from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
 from kvlink.transfers.layerwise import CacheTask, LayerPusher
+from kvlink.transfers.partial import raise_reported
 from kvlink.transfers.prepared import Preparing
 from kvlink.transfers.pulls import Puller, place_of_pull
 from kvlink.transfers.pushes import Pusher, place_of_push
@@ -121,24 +122,35 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
                 timeout_s=timeout_s,
             )
             return await self._and_notify(key, notify, timeout_s, again)
-        if isinstance(key, (bytes, str, HeldTicket)):
-            return await self._mover.pull_blocks(
-                key,
-                cache,
-                src_blocks,
-                dst_blocks,
-                src_layer_range=src_layer_range,
-                dst_layer_range=dst_layer_range,
-                tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
-                timeout_s=self._timeout_s(timeout_s),
-            )
-        if isinstance(key, BlocksCacheKey):
-            if timeout_s is None:
-                place = place_of_pull(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
-                report = self._puller.pull_at_once(key, cache, src_blocks, dst_blocks, place)
-                if report is not None:
-                    return report
-            return await self._puller.pull_blocks(
+        try:
+            if isinstance(key, (bytes, str, HeldTicket)):
+                return await self._mover.pull_blocks(
+                    key,
+                    cache,
+                    src_blocks,
+                    dst_blocks,
+                    src_layer_range=src_layer_range,
+                    dst_layer_range=dst_layer_range,
+                    tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
+                    timeout_s=self._timeout_s(timeout_s),
+                )
+            if isinstance(key, BlocksCacheKey):
+                if timeout_s is None:
+                    place = place_of_pull(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+                    report = self._puller.pull_at_once(key, cache, src_blocks, dst_blocks, place)
+                    if report is not None:
+                        return report
+                return await self._puller.pull_blocks(
+                    key,
+                    cache,
+                    src_blocks,
+                    dst_blocks,
+                    src_layer_range=src_layer_range,
+                    dst_layer_range=dst_layer_range,
+                    tensor_num_per_layer=tensor_num_per_layer,
+                    timeout_s=self._timeout_s(timeout_s),
+                )
+            return await self._puller.pull_slot_into_blocks(
                 key,
                 cache,
                 src_blocks,
@@ -148,16 +160,8 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
                 tensor_num_per_layer=tensor_num_per_layer,
                 timeout_s=self._timeout_s(timeout_s),
             )
-        return await self._puller.pull_slot_into_blocks(
-            key,
-            cache,
-            src_blocks,
-            dst_blocks,
-            src_layer_range=src_layer_range,
-            dst_layer_range=dst_layer_range,
-            tensor_num_per_layer=tensor_num_per_layer,
-            timeout_s=self._timeout_s(timeout_s),
-        )
+        except KVLinkError as exc:
+            raise_reported(exc, cache, dst_blocks, dst_blocks)
 
     async def pull_cache(
         self,
@@ -224,18 +228,21 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
         for name, offset in (("src_cache_offset", src_cache_offset), ("dst_cache_offset", dst_cache_offset)):
             if offset is not None:
                 check_int(name, offset, 0, 2**63 - 1)
-        return await self._puller.pull_cache(
-            key,
-            cache,
-            check_int("batch_index", batch_index, 0, 2**32 - 1),
-            size,
-            src_layer_range=src_layer_range,
-            dst_layer_range=dst_layer_range,
-            src_cache_offset=src_cache_offset,
-            dst_cache_offset=dst_cache_offset,
-            tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
-            timeout_s=self._timeout_s(timeout_s),
-        )
+        try:
+            return await self._puller.pull_cache(
+                key,
+                cache,
+                check_int("batch_index", batch_index, 0, 2**32 - 1),
+                size,
+                src_layer_range=src_layer_range,
+                dst_layer_range=dst_layer_range,
+                src_cache_offset=src_cache_offset,
+                dst_cache_offset=dst_cache_offset,
+                tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
+                timeout_s=self._timeout_s(timeout_s),
+            )
+        except KVLinkError as exc:
+            raise_reported(exc, cache, (batch_index,), (batch_index,))
 
     async def push_blocks(
         self,
@@ -283,8 +290,24 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
                 timeout_s=timeout_s,
             )
             return await self._and_notify(key, notify, timeout_s, again)
-        if isinstance(key, (bytes, str, HeldTicket)):
-            return await self._mover.push_blocks(
+        try:
+            if isinstance(key, (bytes, str, HeldTicket)):
+                return await self._mover.push_blocks(
+                    key,
+                    cache,
+                    src_blocks,
+                    dst_blocks,
+                    src_layer_range=src_layer_range,
+                    dst_layer_range=dst_layer_range,
+                    tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
+                    timeout_s=self._timeout_s(timeout_s),
+                )
+            if timeout_s is None:
+                place = place_of_push(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
+                report = self._pusher.push_at_once(key, cache, src_blocks, dst_blocks, place)
+                if report is not None:
+                    return report
+            return await self._pusher.push_blocks(
                 key,
                 cache,
                 src_blocks,
@@ -294,21 +317,8 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
                 tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
                 timeout_s=self._timeout_s(timeout_s),
             )
-        if timeout_s is None:
-            place = place_of_push(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
-            report = self._pusher.push_at_once(key, cache, src_blocks, dst_blocks, place)
-            if report is not None:
-                return report
-        return await self._pusher.push_blocks(
-            key,
-            cache,
-            src_blocks,
-            dst_blocks,
-            src_layer_range=src_layer_range,
-            dst_layer_range=dst_layer_range,
-            tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
-            timeout_s=self._timeout_s(timeout_s),
-        )
+        except KVLinkError as exc:
+            raise_reported(exc, cache, src_blocks, dst_blocks)
 
     async def push_cache(
         self,
@@ -346,16 +356,20 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
             return await self._and_notify(key, notify, timeout_s, again)
         if size != -1:
             size = check_int("size", size, 1, 2**63 - 1)
-        return await self._pusher.push_cache(
-            key,
-            cache,
-            check_int("src_batch_index", src_batch_index, 0, 2**32 - 1),
-            size,
-            src_layer_range=src_layer_range,
-            dst_layer_range=dst_layer_range,
-            tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
-            timeout_s=self._timeout_s(timeout_s),
-        )
+        try:
+            return await self._pusher.push_cache(
+                key,
+                cache,
+                check_int("src_batch_index", src_batch_index, 0, 2**32 - 1),
+                size,
+                src_layer_range=src_layer_range,
+                dst_layer_range=dst_layer_range,
+                tensor_num_per_layer=check_layer_width(tensor_num_per_layer),
+                timeout_s=self._timeout_s(timeout_s),
+            )
+        except KVLinkError as exc:
+            slot = key.batch_index if isinstance(key, CacheKeyByIdAndIndex) else 0
+            raise_reported(exc, cache, (src_batch_index,), (slot,))
 
     def transfer_cache_async(
         self,

@@ -27,7 +27,7 @@ from kvlink.checks import (
     check_same_tensors,
     few_blocks,
 )
-from kvlink.errors import CacheNotFoundError, ParameterError, ParameterTypeError, TransferTimeoutError
+from kvlink.errors import CacheNotFoundError, KVLinkError, ParameterError, ParameterTypeError, TransferTimeoutError
 from kvlink.geometry import TensorRun, select_runs
 from kvlink.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvlink.links.grants import WriteGrant
@@ -38,7 +38,7 @@ from kvlink.plan import Extent, Piece, join_blocks, plan_blocks, restage, spread
 from kvlink.report import TransferReport
 from kvlink.transfers.pulls import PLAIN_RANGES, Place
 from kvlink.transfers.staging import commit, stage
-from kvlink.transfers.transfer import is_current, load_word_within
+from kvlink.transfers.transfer import is_current, load_word_within, vouch
 from kvlink.transfers.turns import LoopTurns
 from kvlink.transfers.views import cache_of, open_write
 from kvlink.wire import CloseRead, Target
@@ -53,7 +53,7 @@ async def put_checked(
 
     Raises:
         CacheNotFoundError: the cache ended before all of it was written.
-        TransferTimeoutError: the deadline passed; as for a cancellation.
+        TransferTimeoutError, LinkLostError, TransportError: it ended early; `KVLinkError.interrupted` says with what.
     """
     found = grant.found
     if grant.is_recalled:
@@ -64,14 +64,20 @@ async def put_checked(
             await link.endpoint.put(extents, nbytes)
         else:
             started = perf_counter()
-            with anyio.move_on_after(timeout_s) as scope:
-                await link.endpoint.put(extents, nbytes)
-            if scope.cancelled_caught:
-                raise TransferTimeoutError(
-                    f"pushing {nbytes} bytes to cluster {link.peer} did not end in time; the destination holds rubbish",
-                    peer=link.peer,
-                    phase="transfer",
-                )
+            done: list[int] = []
+            try:
+                with anyio.move_on_after(timeout_s) as scope:
+                    await link.endpoint.put(extents, nbytes, done)
+                if scope.cancelled_caught:
+                    raise TransferTimeoutError(
+                        f"pushing {nbytes} bytes to cluster {link.peer} did not end in time; see the report for what "
+                        "is there",
+                        peer=link.peer,
+                        phase="transfer",
+                    )
+            except KVLinkError as exc:
+                await vouch(exc, link.endpoint, found, extents, done, started, peer=link.peer)
+                raise
             timeout_s = max(0.0, timeout_s - (perf_counter() - started))
         word = await load_word_within(link.endpoint, found.word, timeout_s=timeout_s, peer=link.peer)
         if word != found.generation:

@@ -41,7 +41,7 @@ from kvlink.links.table import LinkTable
 from kvlink.plan import Extent, Piece, join_blocks, spread
 from kvlink.report import TransferReport
 from kvlink.tokens import TicketEnding, Token, parse_token
-from kvlink.transfers.heldtickets import HeldTicket, HeldTickets, target_of_ticket
+from kvlink.transfers.heldtickets import HeldTicket, HeldTickets
 from kvlink.transfers.pushes import put_checked
 from kvlink.transfers.transfer import get_checked, load_word_within
 from kvlink.transfers.views import accept_found
@@ -228,7 +228,7 @@ class TicketMover:
                 grant = None
                 if said.is_write:
                     # Kept before anything can fail: only a lease that is known here can be given back.
-                    grant = link.grants.add(target_of_ticket(said.number), found)
+                    grant = link.grants.add(found)
                 held = self._held.add(link, said, found, grant)
                 try:
                     await accept_found(link, found, for_writing=said.is_write)

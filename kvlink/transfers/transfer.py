@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
+from typing import Final
 
 import anyio
 
-from kvlink.errors import CacheNotFoundError, TransferTimeoutError
-from kvlink.plan import Extent
+from kvlink.errors import CacheNotFoundError, KVLinkError, LinkLostError, TransferTimeoutError, TransportError
+from kvlink.plan import Extent, total_nbytes
+from kvlink.report import Interrupted
 from kvlink.transports.base import Endpoint
 from kvlink.wire import Found
+
+_VOUCH_S: Final = 0.05
+"""How long a failed movement waits for the state word, for what it has moved to count."""
 
 
 async def load_word_within(endpoint: Endpoint, word: int, *, timeout_s: float, peer: int) -> int:
@@ -35,6 +41,39 @@ async def is_current(endpoint: Endpoint, found: Found, *, timeout_s: float, peer
     return await load_word_within(endpoint, found.word, timeout_s=timeout_s, peer=peer) == found.generation
 
 
+async def vouch(
+    error: KVLinkError,
+    endpoint: Endpoint,
+    found: Found,
+    extents: Sequence[Extent],
+    done: Sequence[int],
+    started: float,
+    *,
+    peer: int,
+) -> None:
+    """Note in the error of a get or put which extents can be relied on: none, unless the cache is still the one.
+
+    Waits 50 ms for the state word at most, also when the deadline has passed.
+
+    Raises:
+        CacheNotFoundError: a transport failed because the cache has ended.
+    """
+    error.phase = error.phase or "transfer"
+    is_valid = False
+    if done or isinstance(error, TransportError):
+        with suppress(LinkLostError, TransferTimeoutError, TransportError):
+            word = await load_word_within(endpoint, found.word, timeout_s=_VOUCH_S, peer=peer)
+            is_valid = word == found.generation
+            if not is_valid and isinstance(error, TransportError):
+                raise CacheNotFoundError(
+                    f"cache {found.cache_id} of cluster {peer} ended during the transfer", peer=peer, phase="transfer"
+                ) from error
+    kept = set(done) if is_valid else set()
+    missing = tuple([extent for index, extent in enumerate(extents) if index not in kept])
+    landed = total_nbytes(extents) - total_nbytes(missing)
+    error.interrupted = Interrupted(missing, len(extents), landed, endpoint.name, perf_counter() - started)
+
+
 async def get_checked(
     endpoint: Endpoint, found: Found, extents: Sequence[Extent], nbytes: int, *, timeout_s: float, peer: int
 ) -> None:
@@ -44,20 +83,25 @@ async def get_checked(
 
     Raises:
         CacheNotFoundError: the cache ended before all of it was read; the destination's contents are worthless.
-        TransferTimeoutError: the deadline passed; as for a cancellation.
+        TransferTimeoutError, LinkLostError, TransportError: it ended early; `KVLinkError.interrupted` says with what.
     """
     if nbytes <= endpoint.immediate_nbytes:
         await endpoint.get(extents, nbytes)
     else:
         started = perf_counter()
-        with anyio.move_on_after(timeout_s) as scope:
-            await endpoint.get(extents, nbytes)
-        if scope.cancelled_caught:
-            raise TransferTimeoutError(
-                f"pulling {nbytes} bytes from cluster {peer} did not end in time; the destination holds rubbish",
-                peer=peer,
-                phase="transfer",
-            )
+        done: list[int] = []
+        try:
+            with anyio.move_on_after(timeout_s) as scope:
+                await endpoint.get(extents, nbytes, done)
+            if scope.cancelled_caught:
+                raise TransferTimeoutError(
+                    f"pulling {nbytes} bytes from cluster {peer} did not end in time; see the report for what is there",
+                    peer=peer,
+                    phase="transfer",
+                )
+        except KVLinkError as exc:
+            await vouch(exc, endpoint, found, extents, done, started, peer=peer)
+            raise
         timeout_s = max(0.0, timeout_s - (perf_counter() - started))
     if endpoint.has_immediate_words:
         generation = await endpoint.load_word(found.word)

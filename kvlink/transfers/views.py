@@ -117,6 +117,7 @@ async def accept_found(link: Link, found: Found, *, for_writing: bool) -> None:
     except FeatureNotEnabledError as exc:
         link.detour = str(exc)
         link.unreachable |= regions
+    link.check_alive()  # else its regions have gone, and what the peer has said looks wrong
     if found.word >= endpoint.region_nbytes(STATE) // WORD_NBYTES:
         raise ProtocolError(f"cluster {link.peer} names state word {found.word}, which it has not", peer=link.peer)
     limits = {region: endpoint.region_nbytes(region) for region in regions}

@@ -108,12 +108,17 @@ class Endpoint(ABC):
         return None
 
     @abstractmethod
-    async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
-        """Copy the peer's bytes into ours, for all `extents`, `nbytes` in all. Ends when they are in place."""
+    async def get(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
+        """Copy the peer's bytes into ours, for all `extents`, `nbytes` in all. Ends when they are in place.
+
+        Args:
+            done: gets the indices of extents that are in place whole, where it ends in any other way, cancellation
+                included. An endpoint that cannot tell leaves it empty.
+        """
 
     @abstractmethod
-    async def put(self, extents: Sequence[Extent], nbytes: int) -> None:
-        """Copy our bytes into the peer's; ends when the peer can see them."""
+    async def put(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
+        """Copy our bytes into the peer's; ends when the peer can see them. `done` is as for `get`."""
 
     @abstractmethod
     async def load_word(self, word: int) -> int:

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlink.errors import FeatureNotEnabledError, KVLinkError, LinkLostError
+from kvlink.errors import FeatureNotEnabledError, LinkLostError, TransportError
 
 MAX_PIECES: Final = 1024
 """IOV_MAX on Linux: more in one call are refused."""
@@ -97,7 +97,7 @@ class ForeignMemory:
         Raises:
             PermissionError: the kernel refuses.
             LinkLostError: the process has ended.
-            KVLinkError: the memory is not there any more.
+            TransportError: the memory is not there any more.
         """
         call = _LIBC.process_vm_writev if is_write else _LIBC.process_vm_readv
         expected = int(local[:, 1].sum())
@@ -109,7 +109,7 @@ class ForeignMemory:
             raise PermissionError(number, os.strerror(number))
         if copied != expected:
             why = os.strerror(number) if number else f"{copied} of {expected} bytes were there"
-            raise KVLinkError(
+            raise TransportError(
                 f"memory that process {self.pid} has registered is not all there: {why}", phase="transfer"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -14,7 +14,7 @@ import anyio
 
 from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, LinkLostError, ProtocolError
-from kvlink.memory.copying import Copier, copy_row, copy_rows, make_copy
+from kvlink.memory.copying import Copier, Copy, complete, copy_row, copy_rows, make_copy
 from kvlink.memory.pool import Bytes, Segment
 from kvlink.memory.regions import STATE, LocalMemory
 from kvlink.memory.stateregion import order_memory
@@ -82,7 +82,7 @@ class ShmEndpoint(Endpoint):
         self._served: anyio.Event | None = None
         self._pidfd = channel.open_peer_pidfd()
 
-    async def get(self, extents: Sequence[Extent], nbytes: int) -> None:
+    async def get(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
         self._check_open()
         if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
             await self._copy_foreign(extents, nbytes, is_write=False)
@@ -96,9 +96,9 @@ class ShmEndpoint(Endpoint):
             make_copy((local[region], offset, stride, remote[peer_region], peer_offset, peer_stride, length, count))
             for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
         )
-        await self._copier.run(copies, nbytes)
+        await self._copy(copies, extents, nbytes, done)
 
-    async def put(self, extents: Sequence[Extent], nbytes: int) -> None:
+    async def put(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
         self._check_open()
         if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
             await self._copy_foreign(extents, nbytes, is_write=True)
@@ -112,8 +112,21 @@ class ShmEndpoint(Endpoint):
             make_copy((remote[peer_region], peer_offset, peer_stride, local[region], offset, stride, length, count))
             for region, offset, stride, peer_region, peer_offset, peer_stride, length, count in extents
         )
-        await self._copier.run(copies, nbytes)
+        await self._copy(copies, extents, nbytes, done)
         order_memory()
+
+    async def _copy(
+        self, copies: Iterable[Copy], extents: Sequence[Extent], nbytes: int, done: list[int] | None
+    ) -> None:
+        if done is None:
+            await self._copier.run(copies, nbytes)
+            return
+        copied: list[tuple[int, int]] = []
+        try:
+            await self._copier.run(copies, nbytes, copied)
+        except BaseException:
+            done += complete([extent.nbytes * extent.num_rows for extent in extents], copied)
+            raise
 
     def _memories(self, extents: Sequence[Extent]) -> tuple[dict[int, Bytes], dict[int, Bytes]]:
         """Return the memory of each region that `extents` name, ours and the peer's, as it is now."""
