@@ -721,7 +721,7 @@ async def test_target_that_is_given_back(transport: str) -> None:
 
 
 async def test_key_that_names_another_cache_by_then(transport: str) -> None:
-    """kvlink: a push goes into one cache or fails; it is not spread over two that bear the same key one after the other.
+    """kvlink: a push goes into one cache or fails; it is not spread over two that bear its key one after the other.
 
     Source: the spec, section 5.2, and the README.
     """
