@@ -46,7 +46,12 @@ from kvlink.report import BlockFailure, LinkResult, LinkResults, TransferReport
 from kvlink.stats import LinkStats, PoolUsage
 from kvlink.tokens import TicketEnding, TicketOutcome
 from kvlink.transfers.heldtickets import HeldTicket
-from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from kvlink.transfers.layerconfig import (
+    LayerSynchronizer,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+    TransferWithTicketConfig,
+)
 from kvlink.transfers.layerwise import CacheTask
 from kvlink.transfers.manager import KvCacheManager
 from kvlink.transfers.prepared import PreparedPull, PreparedPush
@@ -117,6 +122,7 @@ __all__ = [
     "TransferReport",
     "TransferTimeoutError",
     "TransferWithCacheKeyConfig",
+    "TransferWithTicketConfig",
     "TransportError",
     "__version__",
 ]

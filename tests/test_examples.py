@@ -41,6 +41,14 @@ SAYS: Final[dict[str, list[str]]] = {
         *(rf"P: request {request} is done; \d+ caches are left" for request in range(70, 76)),
         r"P: cluster 2 has gone",
     ],
+    "tickets.py": [
+        r"P: request 0: done",
+        r"P: request 1: dropped",
+        r"P: request 2: revoked",
+        r"P: request 3: expired",
+        r"D: the held ticket was revoked, the expected blocks are done",
+        r"D: all bytes are right",
+    ],
     "disaggregated_generation.py": [r"4 of 4 answers equal those of one undivided process"],
 }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvlink.errors import ParameterTypeError, ParameterValueError
 from kvlink.geometry import check_int
 from kvlink.keys import BlocksCacheKey, CacheKeyByIdAndIndex
+from kvlink.tokens import parse_token
 
 
 class LayerSynchronizer(ABC):
@@ -97,6 +98,46 @@ class TransferWithCacheKeyConfig:
     def dst_cluster_id(self) -> int:
         """The receiver."""
         return self.cache_key.cluster_id
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TransferWithTicketConfig:
+    """One destination of a layer-wise push, by a ticket for filling (`KvCacheManager.expect_blocks`).
+
+    The blocks that are sent, or the source slot, go to the ticket's blocks in order; to some of them, in another order,
+    where the push has destination blocks. The receiver awaits layers and the end by its `Ticket`.
+
+    Args:
+        ticket: its token.
+        src_layer_range: layers to send, None for all.
+        dst_layer_range: layers to fill, equally many; None for the same.
+        src_batch_index: the source slot; 0 when blocks are sent.
+
+    Raises:
+        TicketError: that is no token.
+    """
+
+    ticket: bytes | str
+    src_layer_range: range | None = None
+    dst_layer_range: range | None = None
+    src_batch_index: int = 0
+
+    def __post_init__(self) -> None:
+        parse_token(self.ticket)
+        for name in ("src_layer_range", "dst_layer_range"):
+            _check_range(name, getattr(self, name))
+        source, target = self.src_layer_range, self.dst_layer_range
+        if target is not None and (source is None or len(source) != len(target)):
+            raise ParameterValueError(f"src_layer_range {source!r} and dst_layer_range {target!r} must be equally long")
+        check_int("src_batch_index", self.src_batch_index, 0, 2**32 - 1)
+
+    @property
+    def dst_cluster_id(self) -> int:
+        """The receiver."""
+        return parse_token(self.ticket).cluster_id
+
+    def __repr__(self) -> str:  # a token is a right, and no business of logs
+        return f"<TransferWithTicketConfig to cluster {self.dst_cluster_id}>"
 
 
 def _check_range(name: str, layers: object) -> None:

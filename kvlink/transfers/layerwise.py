@@ -24,8 +24,18 @@ from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, ParameterError, ParameterTypeError, ParameterValueError, StatusCode
 from kvlink.geometry import check_int
 from kvlink.links.table import LinkTable
-from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
+from kvlink.transfers.layerconfig import (
+    LayerSynchronizer,
+    TransferConfig,
+    TransferWithCacheKeyConfig,
+    TransferWithTicketConfig,
+)
 from kvlink.transfers.layersender import WIDTH, BlocksToMove, LayerSender
+from kvlink.transfers.ticketcalls import TicketMover
+from kvlink.transfers.ticketsender import TicketSender
+
+AnyTransferConfig = TransferConfig | TransferWithCacheKeyConfig | TransferWithTicketConfig
+AnySender = LayerSender | TicketSender
 
 
 class CacheTask:
@@ -110,20 +120,24 @@ class LayerPusher:
         store: what it owns.
         links: whom it can push to.
         tasks: the cluster's task group, parent of every job.
+        mover: pushes by ticket.
     """
 
-    def __init__(self, store: CacheStore, links: LinkTable, config: ClusterConfig, tasks: TaskGroup) -> None:
+    def __init__(
+        self, store: CacheStore, links: LinkTable, config: ClusterConfig, tasks: TaskGroup, mover: TicketMover
+    ) -> None:
         self._store = store
         self._links = links
         self._config = config
         self._tasks = tasks
+        self._mover = mover
         self._next_push = 1
 
     def start(
         self,
         cache: KvCache,
         synchronizer: LayerSynchronizer,
-        configs: Sequence[TransferConfig | TransferWithCacheKeyConfig],
+        configs: Sequence[AnyTransferConfig],
         src_blocks: Blocks | None,
         dst_blocks: Blocks | None,
         dst_block_memory_size: int | None,
@@ -135,12 +149,24 @@ class LayerPusher:
         if entry.desc.num_tensors % WIDTH:
             raise ParameterError(f"a layer is K and V; the cache has {entry.desc.num_tensors} tensors")
         num_layers = entry.desc.num_tensors // WIDTH
-        moving = self._check_blocks(entry, src_blocks, dst_blocks, dst_block_memory_size)
         if not isinstance(configs, (list, tuple)) or not configs:
             raise ParameterTypeError(f"transfer_configs must be a list of at least one, got {configs!r}")
-        senders = []
+        if (
+            dst_blocks is None
+            and not dst_block_memory_size
+            and all(isinstance(each, TransferWithTicketConfig) for each in configs)
+        ):
+            source = None if src_blocks is None else check_blocks("src_block_indices", src_blocks, entry.desc.num_slots)
+            moving = BlocksToMove(source, None, 0)  # where they go is for the tickets to say
+        else:
+            moving = self._check_blocks(entry, src_blocks, dst_blocks, dst_block_memory_size)
+        senders: list[AnySender] = []
         for index, config in enumerate(configs):
             layers = _check_config(f"transfer_configs[{index}]", config, num_layers, entry, moving)
+            if isinstance(config, TransferWithTicketConfig):
+                timeout_s = self._config.operation_timeout_s
+                senders.append(TicketSender(config, layers, entry, moving, self._mover, timeout_s=timeout_s))
+                continue
             number = self._next_push
             self._next_push += 1
             senders.append(
@@ -190,7 +216,7 @@ class LayerPusher:
         entry: CacheEntry,
         movement: int,
         synchronizer: LayerSynchronizer,
-        senders: list[LayerSender],
+        senders: list[AnySender],
         num_layers: int,
     ) -> None:
         """Run one job to its end; never raises. Failures are the task's."""
@@ -219,7 +245,7 @@ class LayerPusher:
     async def _synchronize(
         self,
         synchronizer: LayerSynchronizer,
-        senders: list[LayerSender],
+        senders: list[AnySender],
         queues: list[Any],
         num_layers: int,
         failed: _Failures,
@@ -241,7 +267,7 @@ class LayerPusher:
             for index in wanted:
                 queues[index].send_nowait(layer)
 
-    async def _send(self, sender: LayerSender, index: int, layers: _StreamOfLayers, failed: _Failures) -> None:
+    async def _send(self, sender: AnySender, index: int, layers: _StreamOfLayers, failed: _Failures) -> None:
         try:
             await sender.open()
             async for layer in layers:
@@ -287,19 +313,20 @@ async def _ask(synchronizer: LayerSynchronizer, layer: int) -> bool:
     return answer
 
 
-_AnyConfig: Final = (TransferConfig, TransferWithCacheKeyConfig)
+_AnyConfig: Final = (TransferConfig, TransferWithCacheKeyConfig, TransferWithTicketConfig)
 
 
 def _check_config(
     name: str,
-    config: TransferConfig | TransferWithCacheKeyConfig,
+    config: AnyTransferConfig,
     num_layers: int,
     entry: CacheEntry,
     moving: BlocksToMove,
 ) -> range:
     """Return the layers that a destination gets. Source: the spec, section 8.2."""
     if not isinstance(config, _AnyConfig):
-        raise ParameterTypeError(f"{name} must be a TransferConfig or TransferWithCacheKeyConfig, got {config!r}")
+        kinds = " or ".join(kind.__name__ for kind in _AnyConfig)
+        raise ParameterTypeError(f"{name} must be a {kinds}, got {config!r}")
     layers = range(num_layers) if config.src_layer_range is None else config.src_layer_range
     if layers.stop > num_layers:
         raise ParameterValueError(f"{name}: src_layer_range is {layers!r}; the cache has layers 0 to {num_layers - 1}")

@@ -23,8 +23,8 @@ from kvlink.links.table import LinkTable
 from kvlink.report import TransferReport
 from kvlink.tokens import parse_token
 from kvlink.transfers.heldtickets import HeldTicket
-from kvlink.transfers.layerconfig import LayerSynchronizer, TransferConfig, TransferWithCacheKeyConfig
-from kvlink.transfers.layerwise import CacheTask, LayerPusher
+from kvlink.transfers.layerconfig import LayerSynchronizer
+from kvlink.transfers.layerwise import AnyTransferConfig, CacheTask, LayerPusher
 from kvlink.transfers.partial import raise_reported
 from kvlink.transfers.prepared import Preparing
 from kvlink.transfers.pulls import Puller, place_of_pull
@@ -58,7 +58,7 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
         self._pusher = Pusher(store, links, self._turns)
         self._local = local
         self._links = links
-        self._layers = LayerPusher(store, links, config, tasks)
+        self._layers = LayerPusher(store, links, config, tasks, mover)
 
     async def pull_blocks(
         self,
@@ -375,7 +375,7 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
         self,
         src_cache: KvCache,
         layer_synchronizer: LayerSynchronizer,
-        transfer_configs: Sequence[TransferConfig | TransferWithCacheKeyConfig],
+        transfer_configs: Sequence[AnyTransferConfig],
         src_block_indices: Blocks | None = None,
         dst_block_indices: Blocks | None = None,
         dst_block_memory_size: int | None = None,
@@ -388,7 +388,8 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
         Receivers can await layers and the end: `KvCache.arrivals`.
 
         Args:
-            transfer_configs: the destinations.
+            transfer_configs: the destinations. One by ticket says itself where blocks go: where all are, leave out
+                `dst_block_indices`.
             src_block_indices, dst_block_indices: blocks to send and where they go; equally many. Only destination
                 blocks: the source slot is laid into them, the last one perhaps in part.
             dst_block_memory_size: bytes of a destination block in that case; else None, 0, or the source's.

@@ -169,7 +169,7 @@ class TicketMover:
         """Move blocks under a held ticket, in the direction that it is for, and note what is in place."""
         entry, ours, local, remote, layers, width, timeout_s, started = request
         link, geometry, is_write = held.link, held.found.geometry, held.is_write
-        places, remote = _places(held, remote)
+        places, remote = places_in(held, remote)
         if len(local) != len(remote):
             check_same_length(*((local, remote) if is_write else (remote, local)))
         range_name = "dst_layer_range" if is_write else "src_layer_range"
@@ -305,7 +305,7 @@ def join_pairs(local: list[int], remote: list[int], block_nbytes: int, *, is_wri
     return [Piece(mine, theirs, nbytes) for theirs, mine, nbytes in join_blocks(remote, local, block_nbytes)]
 
 
-def _places(held: HeldTicket, blocks: list[int]) -> tuple[NDArray[np.int64], list[int]]:
+def places_in(held: HeldTicket, blocks: list[int]) -> tuple[NDArray[np.int64], list[int]]:
     """Return where blocks of the owner stand in the ticket, and the blocks; none given means all, in order."""
     if not blocks:
         return np.arange(len(held.blocks)), list(held.blocks)

@@ -16,7 +16,7 @@ import pytest
 
 import kvlink as kv
 from kvlink.tokens import Token, parse_token
-from tests.spec.harness import D, Held, P, Pair, cluster, hold, linked_pair, stamped
+from tests.spec.harness import D, Held, LayerGate, P, Pair, cluster, hold, linked_pair, stamped
 from tests.spec.harness import link as link_clusters
 from tests.spec.ticketing import owner_in_child
 from tests.support.inside import link_to, used_nbytes
@@ -453,7 +453,7 @@ async def test_a_skipped_layer_cannot_be_sealed() -> None:
         await ticket.layer(0, timeout_s=5)
         with pytest.raises(kv.TicketError, match="sealed without tensors 2, 3"):
             held.seal()
-        with pytest.raises(kv.TicketError, match="ended without layer 1: failed"):
+        with pytest.raises(kv.TicketError, match=r"ended without layer 1: failed"):
             await ticket.layer(1, timeout_s=5)
         await ticket.layer(0, timeout_s=5)
         assert {outcome.kind for outcome in await both(ticket, held)} == {End.FAILED}
@@ -467,6 +467,62 @@ async def test_done_is_not_believed_without_the_bytes() -> None:
         held.end(End.DONE, "")
         outcome = await ticket.outcome(timeout_s=5)
         assert (outcome.kind, outcome.cause) == (End.FAILED, "sealed without tensors [0, 1, 2] ...")
+
+
+# ---- layer by layer while it is computed
+
+
+async def test_layerwise_by_ticket() -> None:
+    """`transfer_cache_async` fills tickets: each receiver awaits its layers, and DONE after the last one."""
+    async with side_of("fill") as side:
+        tickets = [side.give([3, 1]), side.give([8, 9])]
+        gate = LayerGate(1)
+        task = side.user.kv_cache_manager.transfer_cache_async(
+            side.ours, gate, [kv.TransferWithTicketConfig(each.token) for each in tickets], [5, 6]
+        )
+        for ticket in tickets:
+            await ticket.layer(0, timeout_s=5)
+            assert ticket.is_live
+        gate.open(2)
+        assert await task == [kv.StatusCode.LLM_SUCCESS] * 2
+        for ticket, blocks in zip(tickets, ([3, 1], [8, 9]), strict=True):
+            assert await ticket.outcome(timeout_s=5) == (End.DONE, "", P)
+            side.expect([5, 6], blocks)
+
+
+async def test_layerwise_by_ticket_into_other_layers() -> None:
+    """Layers may go to others, and blocks to some of the ticket's: what is missing then keeps the ticket held."""
+    async with side_of("fill") as side:
+        ticket = side.give([3, 1])
+        config = kv.TransferWithTicketConfig(ticket.token, range(1), range(1, 2))
+        await side.user.kv_cache_manager.transfer_cache_async(side.ours, LayerGate(2), [config], [5], [1])
+        expect(side.theirs.tensors[2:], side.stamp, [1], src_blocks=[5])
+        assert ticket.is_live
+        await side.move(ticket.token, [5], [1], range(1))
+        await side.move(ticket.token, [6], [3])
+        side.expect([6], [3])
+        assert (await ticket.outcome(timeout_s=5)).kind is End.DONE
+
+
+async def test_an_aborted_layerwise_push_reaches_the_receiver() -> None:
+    """A push that gives up fails the ticket with its cause; whoever awaits a layer that will not come is told."""
+    async with side_of("fill") as side:
+        ticket, spoiled = side.give([3, 1]), side.give([2])
+        gate = LayerGate(1)
+        task = side.user.kv_cache_manager.transfer_cache_async(
+            side.ours, gate, [kv.TransferWithTicketConfig(ticket.token.decode())], [5, 6]
+        )
+        await ticket.layer(0, timeout_s=5)
+        gate.open(1, is_good=False)
+        with pytest.raises(kv.TicketError, match=r"ended without layer 1: failed .*gave up on layer 1"):
+            await ticket.layer(1, timeout_s=5)
+        with pytest.raises(kv.ParameterError):
+            await task
+        await ticket.quiet(timeout_s=5)
+        config = kv.TransferWithTicketConfig(spoiled.token)
+        with pytest.raises(kv.ParameterError):
+            await side.user.kv_cache_manager.transfer_cache_async(side.ours, LayerGate(0), [config], [5, 6])
+        assert (await spoiled.outcome(timeout_s=5)).kind is End.FAILED
 
 
 # ---- memory
