@@ -20,7 +20,7 @@ from kvlink.errors import TicketError
 from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.tokens import TicketEnding, TicketOutcome, Token
-from kvlink.wire import EndTicket, Filled, Found, Target
+from kvlink.wire import EndTicket, Filled, Found
 
 _MISSING: Final = 0
 _MOVING: Final = 1
@@ -30,11 +30,6 @@ _TOLD: Final = (TicketEnding.DONE, TicketEnding.FAILED, TicketEnding.DROPPED)
 """Endings that the holder tells the owner; of the others the owner knows."""
 _OWNERS: Final = (TicketEnding.REVOKED, TicketEnding.FAILED, TicketEnding.PEER_LOST)
 """Endings that an owner may tell the holder: none is a success."""
-
-
-def target_of_ticket(number: int) -> Target:
-    """Return under which name the write lease of a ticket is kept."""
-    return Target("ticket", number)
 
 
 class Coverage:
@@ -192,7 +187,6 @@ class HeldTicket:
             return
         self._forget(self)
         if self.grant is not None:
-            self.link.grants.forget(target_of_ticket(self.number))
             self.link.grants.recall(self.grant.found.lease)  # before the end is said: the owner need not ask for it
         if kind in _TOLD:
             self.link.post(EndTicket(self.number, kind, cause))

@@ -86,6 +86,11 @@ class TicketSender:
         held.link.stats.failures += error is not None
         held.link.end()
 
+    def blame(self, error: KVLinkError) -> None:
+        """Let an error of this destination name it."""
+        if self._held is not None:
+            self._held.link.blame(error)
+
     def _local(self) -> list[int]:
         return [self.config.src_batch_index] if self._moving.source is None else self._moving.source
 
