@@ -100,6 +100,13 @@ def check_block_array(name: str, blocks: Blocks, num_blocks: int, *, is_unique: 
     return numbers
 
 
+def check_size(size: object) -> int:
+    """Return a number of bytes, or -1 for all that there is."""
+    if isinstance(size, (int, np.integer)) and size == -1:
+        return -1
+    return check_int("size", size, 1, 2**63 - 1)
+
+
 def check_same_length(src_blocks: Sized, dst_blocks: Sized) -> None:
     """Refuse lists that do not pair up."""
     if len(src_blocks) != len(dst_blocks):

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import anyio
-from anyio.abc import SocketAttribute, TaskGroup, TaskStatus
+from anyio.abc import TaskGroup, TaskStatus
 
 from kvlink.acceptor import Acceptor
 from kvlink.caches.copies import LocalCopier
 from kvlink.caches.store import CacheStore
 from kvlink.caches.tickets import TicketBook
-from kvlink.config import ClusterConfig, check_listen, default_listen, parse_address, parse_nbytes
+from kvlink.config import ClusterConfig, check_listen, default_listen, parse_nbytes
 from kvlink.errors import (
     ClosedError,
     LinkExistsError,
@@ -27,6 +26,7 @@ from kvlink.errors import (
 from kvlink.geometry import Role, check_int
 from kvlink.links.calls import LinkCalls
 from kvlink.links.table import LinkTable
+from kvlink.listening import Door, open_door
 from kvlink.memory.copying import Copier
 from kvlink.transfers.heldtickets import HeldTickets
 from kvlink.transfers.manager import KvCacheManager
@@ -60,6 +60,7 @@ class Cluster(LinkCalls):
     Raises:
         ParameterError: an argument is wrong, or `listen` would let anybody in (`ClusterConfig.allow_unauthenticated`).
         OutOfMemoryError: on entry, the host cannot reserve the pool.
+        ListenError: on entry, it cannot listen there.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Cluster(LinkCalls):
         if self._listen is not None:
             check_listen(self._listen, self.config)
         self.incarnation = secrets.token_bytes(16)
-        self._address: str | None = None
+        self._door: Door | None = None
         self._host: TaskGroup | None = None
         self._tasks: TaskGroup | None = None
         self._store: CacheStore | None = None
@@ -115,9 +116,9 @@ class Cluster(LinkCalls):
             ClosedError: it was not entered, or is closed.
         """
         self._check_open()
-        if self._address is None:
+        if self._door is None:
             raise NotLinkedError(f"cluster {self.cluster_id} ({self._role.name}) does not listen; give it `listen`")
-        return self._address
+        return self._door.address
 
     @property
     def kv_cache_manager(self) -> KvCacheManager:
@@ -293,18 +294,8 @@ class Cluster(LinkCalls):
             return
         assert self._tasks is not None
         assert self._links is not None
-        address = parse_address(self._listen)
-        listener: anyio.abc.Listener[anyio.abc.SocketStream]
-        if address.path:
-            listener = await anyio.create_unix_listener(address.path)
-            self._address = str(address)
-        else:
-            listener = await anyio.create_tcp_listener(local_host=address.host, local_port=address.port)
-            local = listener.extra(SocketAttribute.local_address)
-            assert isinstance(local, tuple)
-            host, port = str(local[0]), int(local[1])
-            self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._acceptor = Acceptor(listener, self._links.accept, self._tasks)
+        self._door = await open_door(self._listen)
+        self._acceptor = Acceptor(self._door.listener, self._links.accept, self._tasks)
 
     async def _close_listener(self) -> None:
         if self._acceptor is not None:
@@ -313,10 +304,9 @@ class Cluster(LinkCalls):
         self._remove_socket()
 
     def _remove_socket(self) -> None:
-        if self._address is not None and self._address.startswith("unix:"):
-            with suppress(OSError):
-                os.unlink(self._address[len("unix:") :])
-        self._address = None
+        if self._door is not None:
+            self._door.remove()
+        self._door = None
 
     async def _tick(self) -> None:
         """Heartbeats, leases that ran out, memory whose views have died: a few times within the liveness limit."""

@@ -31,6 +31,9 @@ _UNITS: Final = {
 
 _MIN_SECRET_NBYTES: Final = 16
 _MAX_SECRET_NBYTES: Final = 4096
+_MAX_PATH_NBYTES: Final = 107
+"""``sun_path`` has 108, the last one for a NUL."""
+
 _BOOLEANS: Final = {"1": True, "yes": True, "true": True, "0": False, "no": False, "false": False}
 
 
@@ -58,7 +61,9 @@ class ClusterInfo:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cluster_id", check_int("cluster_id", self.cluster_id, 0, 2**64 - 1))
-        parse_address(self.address)
+        address = parse_address(self.address)
+        if not address.path and not address.port:
+            raise ParameterValueError(f"port 0 cannot be dialled: take what the peer's `address` says, not {address}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def parse_address(text: object) -> Address:
     if text.startswith("unix:"):
         if len(text) == len("unix:"):
             raise ParameterValueError("a Unix address needs a path: 'unix:/run/kvlink.sock'")
-        return Address(path=text[len("unix:") :])
+        return Address(path=_check_path(text[len("unix:") :]))
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -90,7 +95,25 @@ def parse_address(text: object) -> Address:
         raise ParameterValueError(f"an IPv6 address is written in brackets, '[{host}]:{port}'; got {text!r}")
     if not colon or not host or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
         raise ParameterValueError(f"an address is 'host:port', '[v6]:port' or 'unix:/path'; got {text!r}")
+    try:
+        is_host = host.isprintable() and " " not in host and bool(host.encode("idna"))
+    except UnicodeError:  # an empty label, one that is too long, half a character
+        is_host = False
+    if not is_host:
+        raise ParameterValueError(f"{host!r} is no name or address of a host; got {text!r}")
     return Address(host=host, port=int(port))
+
+
+def _check_path(path: str) -> str:
+    try:
+        nbytes = len(os.fsencode(path))
+    except UnicodeError:
+        nbytes = 0
+    if not 0 < nbytes <= _MAX_PATH_NBYTES or "\0" in path:
+        raise ParameterValueError(
+            f"the path of a Unix socket has 1 to {_MAX_PATH_NBYTES} bytes and no NUL; got {'unix:' + path!r}"
+        )
+    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +220,8 @@ class ClusterConfig:
                 raise ParameterTypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.numa_node is not None:
             check_int("numa_node", self.numa_node, 0, 1023)
-        if self.permit_peer_access not in (None, "peer", "any"):
+        permit = self.permit_peer_access
+        if permit is not None and not (isinstance(permit, str) and permit in ("peer", "any")):
             raise ParameterValueError(
                 f"permit_peer_access must be None, 'peer' or 'any', got {self.permit_peer_access!r}"
             )

@@ -171,6 +171,10 @@ class LinkError(KVLinkError):
     default_status = StatusCode.LLM_LINK_FAILED
 
 
+class ListenError(KVLinkError, OSError):
+    """The cluster cannot listen where it was told to; it was not opened, or has no address any more."""
+
+
 class HandshakeError(LinkError):
     """The peer answered, and its answer does not fit; the message has the field and both values."""
 

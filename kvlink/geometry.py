@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -99,6 +99,10 @@ def check_int(name: str, value: object, lowest: int, highest: int) -> int:
     return int(value)
 
 
+_MAX_LAYOUT: Final = 256
+"""It travels with every description of a cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheDesc:
     """Describe a cache to allocate or register.
@@ -146,6 +150,8 @@ class CacheDesc:
         put(self, "placement", placement)
         if layout is not None and not isinstance(layout, str):
             raise ParameterTypeError(f"layout must be a string or None, got {layout!r}")
+        if layout is not None and not (layout.isprintable() and len(layout) <= _MAX_LAYOUT):
+            raise ParameterValueError(f"layout is a short tag of printable characters, got {layout[:100]!r}")
         put(self, "layout", layout)
         if self.nbytes > _INT64_MAX:
             raise ParameterValueError(f"a cache of {self.nbytes} bytes is larger than any memory")

@@ -28,7 +28,7 @@ LAYERS: Final[dict[int, tuple[str, ...]]] = {
         *("links.state", "transfers.layerconfig", "memory.hostmemory"),
     ),
     2: (
-        *("memory", "transports", "acceptor"),
+        *("memory", "transports", "acceptor", "listening"),
         *("caches.table", "caches.leases", "caches.store", "caches.kvcache", "caches.arrivals"),
     ),
     3: ("caches", "transfers.transfer"),

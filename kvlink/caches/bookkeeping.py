@@ -8,7 +8,7 @@ from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
 from kvlink.config import ClusterConfig, check_seconds
 from kvlink.errors import ParameterError, ParameterTypeError, RoleError
-from kvlink.geometry import CacheDesc, Placement, Role
+from kvlink.geometry import CacheDesc, Placement, Role, check_int
 from kvlink.keys import BlocksCacheKey, CacheKey, KeyName
 from kvlink.stats import PoolUsage
 
@@ -140,7 +140,7 @@ class CacheBookkeeping:
         if isinstance(cache, KvCache):
             self.deallocate_cache(cache)
             return
-        handle = self._store.handle(cache)
+        handle = self._store.handle(check_int("cache", cache, 0, 2**64 - 1))
         if handle is not None:
             self.deallocate_cache(handle)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvlink.caches.copies import LocalCopier
 from kvlink.caches.kvcache import KvCache
+from kvlink.checks import check_size
 from kvlink.geometry import check_int
 
 
@@ -36,8 +37,7 @@ class CopyCalls:
 
         Source: the spec, section 6.8.
         """
-        if size != -1:
-            size = check_int("size", size, 1, 2**63 - 1)
+        size = check_size(size)
         await self._local.copy_cache(
             dst,
             src,

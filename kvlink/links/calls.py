@@ -146,7 +146,7 @@ class LinkCalls(ABC):
         """Ask peers for a sign of life over their links, all at once. DECODER and MIX only.
 
         Args:
-            clusters: one cluster id, or several.
+            clusters: one cluster id, or a list of several.
             timeout_s: deadline for all of them; None for `ClusterConfig.link_timeout_s`.
 
         Returns:
@@ -162,7 +162,8 @@ class LinkCalls(ABC):
         if self.role is Role.PROMPT:
             raise RoleError("check_link_status is for DECODER and MIX; this cluster is PROMPT")
         timeout_s = self.config.link_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
-        asked = [clusters] if isinstance(clusters, int) else list(clusters)
+        asked: Sequence[object]
+        asked = clusters if isinstance(clusters, (list, tuple)) else [clusters]
         peers = [_peer(cluster) for cluster in asked]
         results: dict[int, LinkResult] = {}
 

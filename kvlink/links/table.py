@@ -268,11 +268,17 @@ class LinkTable:
             except KVLinkError as exc:
                 exc.peer = peer
                 attempt.error = exc
-            except OSError as exc:
+            except (OSError, ValueError) as exc:  # a name that cannot be looked up may be a ValueError
                 attempt.error = LinkError(
-                    f"cannot reach cluster {peer} at {attempt.info.address}: {exc.strerror or exc}; is it running?",
+                    f"cannot reach cluster {peer} at {attempt.info.address}: "
+                    f"{getattr(exc, 'strerror', None) or exc}; is it running?",
                     peer=peer,
                     phase="dial",
+                )
+            except Exception as exc:  # a fault of ours ends this attempt, and no other link
+                _log.exception("failed to link to cluster %d", peer)
+                attempt.error = LinkError(
+                    f"linking to cluster {peer} failed: {type(exc).__name__}: {exc}", peer=peer, phase="dial"
                 )
         if self._attempts.get(peer) is attempt:
             del self._attempts[peer]

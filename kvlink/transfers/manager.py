@@ -13,7 +13,7 @@ from kvlink.caches.copycalls import CopyCalls
 from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
 from kvlink.caches.tickets import TicketBook
-from kvlink.checks import Blocks, check_layer_width
+from kvlink.checks import Blocks, check_layer_width, check_size
 from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, ParameterTypeError
 from kvlink.geometry import Role, check_int
@@ -223,8 +223,7 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
             )
             return await self._and_notify(key, notify, timeout_s, again)
         key = check_pull_key(key)
-        if size != -1:
-            size = check_int("size", size, 1, 2**63 - 1)
+        size = check_size(size)
         for name, offset in (("src_cache_offset", src_cache_offset), ("dst_cache_offset", dst_cache_offset)):
             if offset is not None:
                 check_int(name, offset, 0, 2**63 - 1)
@@ -354,8 +353,7 @@ class KvCacheManager(Preparing, Ticketing, CopyCalls):
                 timeout_s=timeout_s,
             )
             return await self._and_notify(key, notify, timeout_s, again)
-        if size != -1:
-            size = check_int("size", size, 1, 2**63 - 1)
+        size = check_size(size)
         try:
             return await self._pusher.push_cache(
                 key,
