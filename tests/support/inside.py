@@ -24,6 +24,11 @@ def num_read_leases(cluster: kv.Cluster) -> int:
     return _store(cluster).leases.num_reads
 
 
+def num_write_leases(cluster: kv.Cluster) -> int:
+    """Return how many write leases a cluster has given to peers."""
+    return _store(cluster).leases.num_writes
+
+
 def link_to(cluster: kv.Cluster, peer: int) -> kv.Link:
     """Return the link to `peer`, which must be there."""
     return next(link for link in cluster.links if link.peer == peer)

@@ -39,8 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
         cancellations=options.cancellations,
         kills=options.kills,
         limit_s=60 * options.limit_minutes,
-        events_per_s=4.0 if options.kills else 1.0,
-        kill_share=0.8 if options.kills else 0.4,
     )
     progress = Progress(sys.stderr)
     outcome = Supervisor(settings, goal, lambda so_far: progress.show(_sum_up(so_far))).run()

@@ -42,16 +42,14 @@ class Goal:
         duration_s: how long it runs at least.
         cancellations, kills: how many there must have been.
         limit_s: a run that has not reached its goal by then has failed.
-        events_per_s: kills, stops and restarts.
-        kill_share: how many of these events are kills.
+        kills_per_s: how fast, while there have not been enough.
     """
 
     duration_s: float = 0.0
     cancellations: int = 0
     kills: int = 0
     limit_s: float = 3600.0
-    events_per_s: float = 1.0
-    kill_share: float = 0.4
+    kills_per_s: float = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,8 +117,9 @@ class Supervisor:
                 outcome.duration_s = now - started
                 self._continue_and_restart(now)
                 if now >= next_event:
-                    next_event = now + self._chance.expovariate(goal.events_per_s)
-                    self._make_trouble(now)
+                    is_killing = outcome.counts["kills"] < goal.kills
+                    next_event = now + self._chance.expovariate(goal.kills_per_s if is_killing else 1.0)
+                    self._make_trouble(now, 0.8 if is_killing else 0.3)
                 if now >= next_word:
                     next_word = now + 1.0
                     self._say(self._summed())
@@ -217,21 +216,21 @@ class Supervisor:
 
     # Trouble
 
-    def _make_trouble(self, now: float) -> None:
+    def _make_trouble(self, now: float, kill_share: float) -> None:
         chance, counts = self._chance, self._outcome.counts
         alive = [child for child in self._children.values() if child.stopped_until is None and not child.is_told]
         if not alive:
             return
         child = chance.choice(alive)
         dice = chance.random()
-        if dice < self._goal.kill_share:
+        if dice < kill_share:
             if chance.random() < 0.2:  # one that is stopped first dies without having read anything
                 os.kill(child.pid, signal.SIGSTOP)
                 time.sleep(chance.random() * 0.02)
             self._kill(child)
             counts["kills"] += 1
             self._due[child.number] = now + chance.choice([0.0, chance.random() * 0.5])
-        elif dice < self._goal.kill_share + 0.4 * (1 - self._goal.kill_share):
+        elif dice < kill_share + 0.4 * (1 - kill_share):
             os.kill(child.pid, signal.SIGSTOP)
             child.stopped_until = now + chance.choice([0.05, 0.3, 1.5]) * chance.random()
             counts["stops"] += 1
