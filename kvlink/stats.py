@@ -13,6 +13,8 @@ class PoolUsage(NamedTuple):
         nbytes, free_nbytes, largest_hole_nbytes: of the pool, in bytes.
         num_caches: caches that live, by their id or by a key.
         num_waiting: caches that have ended and whose memory something still uses: a view, a transfer, a lease.
+        quarantined: how many write leases keep memory in quarantine (see `KvCache.is_quiet`), by the cluster id of the
+            peer that may still write.
     """
 
     nbytes: int
@@ -20,6 +22,7 @@ class PoolUsage(NamedTuple):
     largest_hole_nbytes: int
     num_caches: int
     num_waiting: int
+    quarantined: dict[int, int]
 
 
 @dataclass(slots=True)

@@ -88,14 +88,21 @@ class KvCache:
         return self.live_entry is not None
 
     def is_quiet(self, blocks: Blocks | None = None) -> bool:
-        """Whether nothing of this cluster's is moving in or out of these blocks (None: the whole cache) right now.
+        """Whether nothing can change in these blocks (None: the whole cache) but by the two applications' agreement.
 
-        Also true and meaningful for a deallocated cache: its memory is reused only when this is true.
+        False while a movement of this cluster's moves them in or out, and while they are in *quarantine*: a peer that
+        was let write into them may still do so and should not, because its link was lost, the cache was deallocated, or
+        its ticket has ended. That ends when the peer says that it has stopped, is known to be dead, or links again.
+
+        Also meaningful for a deallocated cache: its memory is reused only when this is true.
         """
+        entry = self._entry
         if blocks is None:
-            return not self._entry.moving
+            return not entry.moving and not entry.quarantined
         asked = set(check_blocks("blocks", blocks, self.num_blocks))
-        return all(asked.isdisjoint(moving) for moving in self._entry.moving.values())
+        return all(asked.isdisjoint(moving) for moving in entry.moving.values()) and not any(
+            suspect is None or not asked.isdisjoint(suspect) for suspect in entry.quarantined.values()
+        )
 
     @property
     def geometry(self) -> CacheGeometry:

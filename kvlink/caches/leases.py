@@ -8,11 +8,15 @@ reading on after that is harmless, since the word tells.
 A *write lease* lets a peer write into a cache. A late write cannot be undone by looking afterwards, so it has no time
 limit: it ends when the writer gives it back, or when it is certain that the writer can write no more. The owner recalls
 it when the cache ends.
+
+A write lease whose holder should write no more, but may, puts its blocks in *quarantine*: its link was lost, or the
+lease was recalled and is not back yet. They stay there until the lease ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvlink.caches.table import CacheEntry, CacheTable
@@ -34,10 +38,14 @@ class ReadLease(NamedTuple):
 
 
 class WriteLease(NamedTuple):
-    """Peer `holder` may write into `entry`. The lease of a ticket has an `on_closed`: called when it no longer may."""
+    """Peer `holder` may write into `blocks` of `entry`, None for all.
+
+    The lease of a ticket has an `on_closed`: called when it no longer may.
+    """
 
     holder: bytes
     entry: CacheEntry
+    blocks: Sequence[int] | None = None
     on_closed: Callable[[], None] | None = None
 
 
@@ -54,6 +62,7 @@ class LeaseBook:
         self._state = state
         self._reads: dict[int, ReadLease] = {}
         self._writes: dict[int, WriteLease] = {}
+        self._suspects: dict[int, int] = {}
         self._next = 1
 
     def open_read(
@@ -87,11 +96,11 @@ class LeaseBook:
         self._writes[number] = WriteLease(holder, entry)
         return number
 
-    def open_fill(self, holder: bytes, entry: CacheEntry, on_closed: Callable[[], None]) -> int:
+    def open_fill(self, holder: bytes, entry: CacheEntry, blocks: Sequence[int], on_closed: Callable[[], None]) -> int:
         """Give a write lease for one ticket, apart from any other, and return its number."""
         number = self.new_number()
         self._table.pin(entry)
-        self._writes[number] = WriteLease(holder, entry, on_closed)
+        self._writes[number] = WriteLease(holder, entry, blocks, on_closed)
         return number
 
     def close_write(self, holder: bytes, number: int) -> None:
@@ -99,6 +108,8 @@ class LeaseBook:
         lease = self._writes.get(number)
         if lease is not None and lease.holder == holder:
             del self._writes[number]
+            self._suspects.pop(number, None)
+            lease.entry.quarantined.pop(number, None)
             if lease.on_closed is not None:
                 lease.on_closed()
             self._table.unpin(lease.entry)
@@ -106,6 +117,22 @@ class LeaseBook:
     def writers_of(self, entry: CacheEntry) -> list[tuple[bytes, int]]:
         """Return ``(holder, number)`` of the write leases on `entry`."""
         return [(lease.holder, number) for number, lease in self._writes.items() if lease.entry is entry]
+
+    def quarantine(self, number: int, peer: int) -> None:
+        """Note that the holder of a write lease, cluster `peer`, should write no more, and may. Unknown: no-op."""
+        lease = self._writes.get(number)
+        if lease is not None:
+            self._suspects[number] = peer
+            lease.entry.quarantined[number] = lease.blocks
+
+    def quarantine_all(self, holder: bytes, peer: int) -> None:
+        """Note that for all write leases of a peer whose link was lost."""
+        for number in [number for number, lease in self._writes.items() if lease.holder == holder]:
+            self.quarantine(number, peer)
+
+    def quarantined(self) -> dict[int, int]:
+        """Return how many write leases keep memory in quarantine, by the peer's cluster id."""
+        return dict(Counter(self._suspects.values()))
 
     def is_writer(self, holder: bytes) -> bool:
         """Whether `holder` has a write lease on anything."""

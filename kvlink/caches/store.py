@@ -106,6 +106,12 @@ class CacheStore:
                     f"{exc}; {self.table.num_waiting} deallocated caches still hold memory, because views on them are "
                     "alive or a peer is using them",
                 )
+            suspects = self.leases.quarantined()
+            if suspects:
+                exc.args = (
+                    f"{exc}; some of it is in quarantine, because clusters {', '.join(map(str, suspects))} may still "
+                    "write into it: it comes back when they say that they have stopped, end, or link again",
+                )
             raise
         try:
             run = TensorRun(pool.region, offset, stride, desc.num_tensors)
@@ -192,7 +198,12 @@ class CacheStore:
         self.collect()
         pool = self.pool(placement)
         return PoolUsage(
-            pool.nbytes, pool.free_nbytes, pool.largest_hole_nbytes, len(self.table), self.table.num_waiting
+            pool.nbytes,
+            pool.free_nbytes,
+            pool.largest_hole_nbytes,
+            len(self.table),
+            self.table.num_waiting,
+            self.leases.quarantined(),
         )
 
     def own_entry(self, cache: object, what: str) -> CacheEntry:

@@ -34,6 +34,7 @@ class CacheEntry:
         keys: the keys still bound, with their slots.
         pins: transfers, copies and leases that are using the memory right now.
         moving: the blocks that each of our own movements is using right now, by a number of the movement.
+        quarantined: the blocks (None: all) that a peer may still write into and should not, by write lease.
         word, generation: its state word and what that holds while the cache is valid.
     """
 
@@ -50,6 +51,7 @@ class CacheEntry:
         "keys",
         "moving",
         "pins",
+        "quarantined",
         "root",
         "word",
     )
@@ -75,6 +77,7 @@ class CacheEntry:
         self.keys: dict[KeyName, int] = {}
         self.pins = 0
         self.moving: dict[int, Sequence[int]] = {}
+        self.quarantined: dict[int, Sequence[int] | None] = {}
         self.root: weakref.ref[Bytes] | None = None
         self._unread: dict[int, set[int]] = {}
 

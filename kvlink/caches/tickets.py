@@ -276,6 +276,7 @@ class TicketBook:
             if told_by is not holder:
                 holder.post(EndTicket(ticket.number, kind, outcome.cause))
             if ticket.lease:
+                self._store.leases.quarantine(ticket.lease, holder.peer)
                 holder.post(Recall(ticket.lease))
         ticket.ending.settle(outcome)
         self._store.table.unpin(ticket.entry)
@@ -338,7 +339,7 @@ class TicketBook:
             store.end_moving(entry, movement)
             ticket.ending.wake()
 
-        ticket.lease = store.leases.open_fill(holder.incarnation, entry, is_over)
+        ticket.lease = store.leases.open_fill(holder.incarnation, entry, ticket.blocks, is_over)
 
     def _remind(self, ticket: Ticket, at: float) -> None:
         if not self._due or at < self._due[0][0]:

@@ -2,13 +2,25 @@
 
 The owner defers the reuse of a cache's memory until every writer has given its lease back, so a lease is given back
 only when nothing is written under it any more, and never later than that.
+
+A link that ends gives no lease back: it stops its puts, and the next link of the same two lives is not made before the
+last of them has ended (`WriteGrants.until_quiet`). So for the owner a new link of a writer means that nothing is
+written under leases of an older one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import anyio
 
 from kvlink.wire import CloseWrite, Found, Message, Target
+
+_MAX_RETURNED: Final = 1024
+"""Leases whose return is remembered, for answers that are still on their way to whoever asked."""
 
 
 class WriteGrant:
@@ -30,10 +42,12 @@ class WriteGrant:
     def begin(self) -> None:
         """Count a put under this lease. Paired with `end`."""
         self._num_puts += 1
+        self._grants.num_puts += 1
 
     def end(self) -> None:
         """Undo one `begin`; the last one gives a recalled lease back."""
         self._num_puts -= 1
+        self._grants.end_put()
         self._grants.settle(self)
 
     @property
@@ -47,12 +61,52 @@ class WriteGrants:
 
     Args:
         post: sends a message to that peer.
+
+    Attributes:
+        num_puts: puts in flight, under leases and into rooms of detours.
     """
 
     def __init__(self, post: Callable[[Message], None]) -> None:
         self._post = post
         self._by_lease: dict[int, WriteGrant] = {}
         self._by_target: dict[Target, WriteGrant] = {}
+        self._returned: deque[int] = deque(maxlen=_MAX_RETURNED)
+        self.num_puts = 0
+        self._is_stopped = False
+        self._moving: set[anyio.CancelScope] = set()
+        self._has_ended = anyio.Event()
+
+    @contextmanager
+    def stoppable(self, scope: anyio.CancelScope) -> Iterator[None]:
+        """Count the body as a put, which `stop` cancels by `scope`."""
+        self.num_puts += 1
+        self._moving.add(scope)
+        if self._is_stopped:
+            scope.cancel()
+        try:
+            yield
+        finally:
+            self._moving.discard(scope)
+            self.end_put()
+
+    def end_put(self) -> None:
+        """A put has ended, and nothing is written for it any more."""
+        self.num_puts -= 1
+        if not self.num_puts:
+            self._has_ended.set()
+
+    def stop(self) -> None:
+        """The link has ended: cancel puts that can be, from now on too. Idempotent."""
+        self._is_stopped = True
+        for scope in self._moving:
+            scope.cancel()
+
+    async def until_quiet(self) -> None:
+        """Return when nothing is written any more; soon after `stop`, for a cancelled put ends within a chunk."""
+        while self.num_puts:
+            if self._has_ended.is_set():
+                self._has_ended = anyio.Event()
+            await self._has_ended.wait()
 
     def get(self, target: Target) -> WriteGrant | None:
         """Return the grant by which `target` was last reached, unless it was recalled."""
@@ -74,7 +128,11 @@ class WriteGrants:
         """
         grant = self._by_lease.get(found.lease)
         if grant is None:
-            grant = self._by_lease[found.lease] = WriteGrant(self, found)
+            grant = WriteGrant(self, found)
+            if found.lease in self._returned:
+                grant.is_recalled = True  # the recall overtook whoever asked for it
+            else:
+                self._by_lease[found.lease] = grant
         elif found.addresses:
             grant.found = found  # the same cache, and now with addresses
         return grant
@@ -88,7 +146,8 @@ class WriteGrants:
         """The owner wants this lease back: at once when idle, else when the last put under it has ended."""
         grant = self._by_lease.get(lease)
         if grant is None:
-            self._post(CloseWrite(lease))  # granted to a caller that has gone
+            self._returned.append(lease)  # granted to a caller that has gone, or has not had its turn yet
+            self._post(CloseWrite(lease))
             return
         grant.is_recalled = True
         self.settle(grant)

@@ -108,9 +108,14 @@ async def greet_as_dialler(
     *,
     whom: str,
     expects: int,
+    hand_over: Callable[[Hello], Awaitable[None]],
     secret: bytes | None = None,
 ) -> Greeted:
     """Run the dialling side. The stream is the caller's to close when this fails.
+
+    Args:
+        hand_over: awaited with the peer's hello before our `Ready`: when it returns, nothing is written over older
+            links to that life any more.
 
     Raises:
         HandshakeError: a mismatch, found here or there.
@@ -125,6 +130,7 @@ async def greet_as_dialler(
         check_hello(ours, hello, whom=whom, expects=expects)
         endpoint, reason = await _attach(transports, hello, whom)
         try:
+            await hand_over(hello)
             await talk.send(Ready(transport=endpoint.name, reason=reason, card=endpoint.card))
             await talk.receive(Ready)
         except BaseException:
@@ -143,6 +149,7 @@ async def greet_as_acceptor(
     whom: str,
     admit: Callable[[Hello], None],
     settle: Callable[[Hello], Awaitable[None]],
+    hand_over: Callable[[Hello], Awaitable[None]],
     secret: bytes | None = None,
 ) -> Greeted:
     """Run the accepting side. The stream is the caller's to close when this fails.
@@ -150,6 +157,7 @@ async def greet_as_acceptor(
     Args:
         admit: raises `RefusedError` for a peer that may not link now.
         settle: awaited with the peer's hello before ours is sent: the last look at an older link of that peer.
+        hand_over: as for `greet_as_dialler`.
     """
     talk = _Conversation(stream, whom)
     offers = {transport.name: (transport, transport.offer()) for transport in transports}
@@ -170,6 +178,7 @@ async def greet_as_acceptor(
                 )
             endpoint = await transport.accept(offer, ready.card)
             try:
+                await hand_over(hello)
                 await talk.send(Ready(transport=endpoint.name))
             except BaseException:
                 endpoint.abort()

@@ -247,6 +247,8 @@ class Link:
         finally:
             self.lose(error)
             with anyio.CancelScope(shield=True):
+                # Hanging up tells the peer that nothing of ours moves any more.
+                await self.grants.until_quiet()
                 await self.endpoint.aclose()
                 with suppress(OSError):
                     await anyio.aclose_forcefully(self._stream)
@@ -291,6 +293,7 @@ class Link:
         for waiting in self._answers.values():
             waiting.settled.set()
         self.notices.close()
+        self.grants.stop()
         self.views.clear()
         self.pairings.clear()
         self._scope.cancel()

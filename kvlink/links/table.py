@@ -88,6 +88,7 @@ class LinkTable:
         self._link_closed = on_closed
         self._links: dict[int, Link] = {}
         self._attempts: dict[int, _Attempt] = {}
+        self._stopping: list[Link] = []  # those that have ended and whose puts have not, yet
         self._strangers = Strangers(_MAX_STRANGERS)
         self.events = LinkEvents()
         self.relinker = Relinker(self.link, config, tasks)
@@ -215,6 +216,7 @@ class LinkTable:
                     whom=whom,
                     admit=self._admit,
                     settle=self._settle_old,
+                    hand_over=partial(self._hand_over, is_dialled=False),
                     secret=self._config.secret,
                 )
             if scope.cancelled_caught:
@@ -307,6 +309,7 @@ class LinkTable:
                     self._transports,
                     whom=whom,
                     expects=info.cluster_id,
+                    hand_over=partial(self._hand_over, is_dialled=True),
                     secret=self._config.secret,
                 )
         except ProtocolError as exc:
@@ -325,6 +328,28 @@ class LinkTable:
             await _drop(greeted)
         return link
 
+    def _stays(self, old: Link, hello: Hello, is_dialled: bool) -> bool:
+        """Whether an older link stays, when a new one that we dialled, or did not, has been agreed on."""
+        return (
+            old.is_open
+            and old.incarnation == hello.incarnation
+            and old.is_dialled != is_dialled
+            and is_dialled != (self._hello().cluster_id < hello.cluster_id)
+        )
+
+    async def _hand_over(self, hello: Hello, *, is_dialled: bool) -> None:
+        """End what is written over older links to the same life. The peer relies on it: see `CacheServer.on_opened`."""
+        peer = hello.cluster_id
+        old = self._links.get(peer)
+        if old is not None and old.incarnation == hello.incarnation and not self._stays(old, hello, is_dialled):
+            self._replace(old)
+        for link in [link for link in self._stopping if link.incarnation == hello.incarnation]:
+            await link.grants.until_quiet()
+
+    def _replace(self, old: Link) -> None:
+        message = f"cluster {old.peer} has linked anew; the older link has ended"
+        old.lose(LinkLostError(message, peer=old.peer), LinkEvent.REPLACED)
+
     def _open(self, greeted: Greeted, address: str, *, is_dialled: bool) -> Link | None:
         """Enter a new link in the place of an older one of that peer; None when the older one stays.
 
@@ -333,13 +358,7 @@ class LinkTable:
         """
         peer = greeted.hello.cluster_id
         old = self._links.get(peer)
-        if (
-            old is not None
-            and old.is_open
-            and old.incarnation == greeted.hello.incarnation
-            and old.is_dialled != is_dialled
-            and is_dialled != (self._hello().cluster_id < peer)
-        ):
+        if old is not None and self._stays(old, greeted.hello, is_dialled):
             return None
         link = Link(
             greeted,
@@ -352,10 +371,7 @@ class LinkTable:
         )
         self._links[peer] = link
         if old is not None:
-            old.lose(
-                LinkLostError(f"cluster {peer} has linked anew; the older link has ended", peer=peer),
-                LinkEvent.REPLACED,
-            )
+            self._replace(old)
         self._on_opened(link)
         self.relinker.found(peer)
         self.events.opened(link)
@@ -370,6 +386,9 @@ class LinkTable:
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
             self.relinker.lost(link)
+        self._stopping = [each for each in self._stopping if each.grants.num_puts]
+        if link.grants.num_puts:
+            self._stopping.append(link)
         self._link_closed(link)
         self.events.closed(link)
 

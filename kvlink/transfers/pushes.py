@@ -66,9 +66,11 @@ async def put_checked(
             started = perf_counter()
             done: list[int] = []
             try:
-                with anyio.move_on_after(timeout_s) as scope:
+                with anyio.move_on_after(timeout_s) as scope, link.grants.stoppable(scope):
                     await link.endpoint.put(extents, nbytes, done)
                 if scope.cancelled_caught:
+                    if link.error is not None:
+                        raise link.gone()
                     raise TransferTimeoutError(
                         f"pushing {nbytes} bytes to cluster {link.peer} did not end in time; see the report for what "
                         "is there",
@@ -402,11 +404,14 @@ class Pusher:
                 await link.endpoint.reach({run.region for run in room.geometry.runs}, for_writing=True)
                 # Slots that are written in part keep the rest: the room begins as what is there.
                 extents = spread(runs, room.geometry.runs, moved)
-                await link.endpoint.put(extents, nbytes)
+                with link.grants.stoppable(scope):
+                    await link.endpoint.put(extents, nbytes)
                 await commit(link, room.lease)
             finally:
                 link.post(CloseRead(room.lease))
         if scope.cancelled_caught:
+            if link.error is not None:
+                raise link.gone()
             raise TransferTimeoutError(
                 f"pushing {nbytes} bytes through the pool of cluster {link.peer} did not end in time", peer=link.peer
             )

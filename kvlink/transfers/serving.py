@@ -58,11 +58,16 @@ class CacheServer:
         self._tasks = tasks
         self._staging = StagingServer(store, copier, tasks)
         self._open: dict[bytes, Link] = {}
+        self._watching: dict[bytes, anyio.CancelScope] = {}
         store.table.on_ended = self._recall
 
     def on_opened(self, link: Link) -> None:
-        """Know a new link."""
+        """Know a new link. Nothing is written over older links of that life any more: see `LinkTable._hand_over`."""
         self._open[link.incarnation] = link
+        watching = self._watching.pop(link.incarnation, None)
+        if watching is not None:
+            watching.cancel()
+        self._store.leases.drop_writers(link.incarnation)
 
     def on_message(self, link: Link, message: Message) -> Message | None:
         """Serve one message and return the answer, if it has one. Waits for nothing."""
@@ -107,7 +112,9 @@ class CacheServer:
         if link.is_orderly:
             leases.drop_writers(holder)
         else:
-            self._tasks.start_soon(self._outlive, link.endpoint.watch_death(), holder)
+            leases.quarantine_all(holder, link.peer)
+            scope = self._watching[holder] = anyio.CancelScope()
+            self._tasks.start_soon(self._outlive, link, link.endpoint.watch_death(), scope)
 
     def _find(self, link: Link, message: LookUp | OpenRead | OpenWrite) -> Found:
         store, target = self._store, message.target
@@ -149,12 +156,23 @@ class CacheServer:
         for holder, number in self._store.leases.writers_of(entry):
             link = self._open.get(holder)
             if link is not None:
+                self._store.leases.quarantine(number, link.peer)
                 link.post(Recall(number))
 
-    async def _outlive(self, watch: DeathWatch, holder: bytes) -> None:
-        """Keep what a lost peer may write into until the operating system says that it is dead."""
+    async def _outlive(self, link: Link, watch: DeathWatch, scope: anyio.CancelScope) -> None:
+        """Keep what a lost peer may write into until it can write no more.
+
+        Because the operating system says that it is dead; or, where the transport makes that certain, because our
+        endpoint is closed. A link of the same life ends the watch (`on_opened`). Where none of the three happens the
+        memory stays in quarantine as long as this cluster is open: silence is no proof.
+        """
         try:
-            await watch.wait()
-            self._store.leases.drop_writers(holder)
+            with scope:
+                if link.endpoint.capabilities.is_fenced_by_close:
+                    await link.closed.wait()
+                else:
+                    await watch.wait()
+                self._watching.pop(link.incarnation, None)
+                self._store.leases.drop_writers(link.incarnation)
         finally:
             watch.close()

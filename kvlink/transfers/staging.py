@@ -28,13 +28,14 @@ _MAX_LEASE_S = 3600.0
 
 
 class _Room(NamedTuple):
-    """Room for a detour, and the slots that it stands for."""
+    """Room for a detour, and the slots that it stands for. One that the peer writes into has a write lease."""
 
     holder: bytes
     cache: KvCache
     target: CacheEntry
     slots: list[int]
     tensors: Tensors
+    write_lease: int = 0
 
 
 class StagingServer:
@@ -57,16 +58,17 @@ class StagingServer:
         self._tasks.start_soon(self._serve, link, message)
 
     def close(self, holder: bytes, lease: int) -> None:
-        """Give a room back; the read lease on it has ended."""
+        """Give a room back: the peer has stopped using it."""
         room = self._rooms.get(lease)
         if room is not None and room.holder == holder:
             del self._rooms[lease]
+            self._store.leases.close_write(holder, room.write_lease)
             self._store.deallocate(room.cache)
 
     def drop(self, holder: bytes) -> None:
-        """Give back every room of a peer whose link has ended."""
+        """Give back every room of a peer whose link has ended; what it may still write into waits for its lease."""
         for lease in [lease for lease, room in self._rooms.items() if room.holder == holder]:
-            self.close(holder, lease)
+            self._store.deallocate(self._rooms.pop(lease).cache)
 
     async def _serve(self, link: Link, message: Stage | Commit) -> None:
         answer: Message
@@ -95,6 +97,8 @@ class StagingServer:
             own = cache.entry()
             expires_at = anyio.current_time() + _MAX_LEASE_S
             lease, word, generation, *_ = store.leases.open_read(link.incarnation, own, 0, None, expires_at)
+            if message.is_write:
+                room = room._replace(write_lease=store.leases.open_write(link.incarnation, own))
         except BaseException:
             store.deallocate(cache)
             raise

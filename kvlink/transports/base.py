@@ -35,10 +35,13 @@ class Capabilities:
     Args:
         is_one_sided: the peer's process may be stopped, or its loop blocked, and transfers still complete.
         is_same_host: the peer's death is seen through the operating system, at once.
+        is_fenced_by_close: once our endpoint's `aclose` has returned the peer can write nothing over it any more, also
+            if it lives and wants to. Not so where the peer has mapped our memory.
     """
 
     is_one_sided: bool
     is_same_host: bool
+    is_fenced_by_close: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,12 @@ class Actor:
         report = await self._cluster.kv_cache_manager.pull_cache(key, self._caches[cache], **options)
         return {"nbytes": report.nbytes, "transport": report.transport, "done": list(report.done)}
 
+    async def push_by_id(self, peer: int, cache_id: int, cache: int, blocks: list[int], **options: Any) -> int:
+        """Push blocks to the same blocks of a cache of `peer`; return how many bytes."""
+        key = kv.CacheKeyByIdAndIndex(peer, cache_id)
+        manager = self._cluster.kv_cache_manager
+        return (await manager.push_blocks(key, self._caches[cache], blocks, blocks, **options)).nbytes
+
     async def push_with_notice(
         self, peer: int, cache_id: int, cache: int, blocks: list[int], stamps: list[list[int]]
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import kvlink as kv
 from kvlink.caches.store import CacheStore
+from kvlink.transfers.serving import CacheServer
 
 
 def _store(cluster: kv.Cluster) -> CacheStore:
@@ -43,3 +44,12 @@ def num_memfd_mappings() -> int:
     """Return how many mappings of kvlink's memory this process has."""
     with open("/proc/self/maps") as lines:
         return sum("/memfd:kvlink" in line for line in lines)
+
+
+def server(cluster: kv.Cluster) -> CacheServer:
+    """Return what serves a cluster's peers."""
+    table = cluster._links
+    assert table is not None
+    server = table._on_opened.__self__  # type: ignore[attr-defined]  # a bound method
+    assert isinstance(server, CacheServer)
+    return server
