@@ -21,6 +21,8 @@ Renewal: a held ticket costs no messages. Its lease is renewed by whatever is he
 live are never silent for longer than half the liveness limit. Only a holder that is silent for longer than the
 lease and that limit loses its tickets while its link stands: a stopped process must not keep memory for ever.
 
+Many tickets may be given for reading a block, or one for filling it, until that one is quiet (`BlockUse`).
+
 Deallocating a cache leaves its tickets for reading valid, and revokes those for filling: nobody could see the bytes.
 """
 
@@ -39,6 +41,7 @@ from numpy.typing import NDArray
 from kvlink.caches.ending import Ending
 from kvlink.caches.store import CacheStore
 from kvlink.caches.table import CacheEntry
+from kvlink.caches.ticketblocks import BlockUse
 from kvlink.config import ClusterConfig
 from kvlink.errors import ClosedError, ParameterError, TicketError
 from kvlink.tokens import TicketEnding, TicketOutcome, Token
@@ -171,6 +174,7 @@ class TicketBook:
         self._ended: OrderedDict[int, tuple[bytes, TicketOutcome]] = OrderedDict()
         self._due: list[tuple[float, int]] = []
         self._claims: dict[int, Ticket] = {}
+        self._used: dict[CacheEntry, BlockUse] = {}
         self._probed: dict[Holder, float] = {}
         self._sooner = anyio.Event()
         self._is_closed = False
@@ -180,14 +184,21 @@ class TicketBook:
         """Give a ticket on blocks of `entry`, for `lease_s` seconds until somebody claims it.
 
         Raises:
+            ParameterError: another ticket stands in the way.
             OutOfMemoryError: no state word is left.
         """
         if self._is_closed:
             raise ClosedError("the cluster is closed")
+        use = self._used.get(entry) or BlockUse(entry.desc.num_slots)
+        taken = use.conflict(blocks, is_write=is_write)
+        if taken is not None:
+            raise self._in_the_way(entry, taken)
         token = Token(is_write, self._cluster_id, self._incarnation, self._next, secrets.token_bytes(16))
         ticket = Ticket(self, token, entry, blocks, lease_s)
         self._next += 1
         self._live[ticket.number] = ticket
+        use.add(blocks, is_write=is_write)
+        self._used[entry] = use
         self._store.table.pin(entry)
         self._remind(ticket, ticket.expires_at)
         return ticket
@@ -279,6 +290,7 @@ class TicketBook:
                 self._store.leases.quarantine(ticket.lease, holder.peer)
                 holder.post(Recall(ticket.lease))
         ticket.ending.settle(outcome)
+        self._let_go(ticket)
         self._store.table.unpin(ticket.entry)
 
     def expire(self, now: float) -> float | None:
@@ -337,9 +349,28 @@ class TicketBook:
         def is_over() -> None:
             ticket.lease = 0
             store.end_moving(entry, movement)
+            self._let_go(ticket)
             ticket.ending.wake()
 
         ticket.lease = store.leases.open_fill(holder.incarnation, entry, ticket.blocks, is_over)
+
+    def _let_go(self, ticket: Ticket) -> None:
+        """Let other tickets have the blocks of one that has ended and is quiet."""
+        if ticket.is_live or ticket.lease:
+            return
+        if self._used[ticket.entry].remove(list(ticket.blocks), is_write=ticket.is_write):
+            del self._used[ticket.entry]
+
+    def _in_the_way(self, entry: CacheEntry, block: int) -> ParameterError:
+        for ticket in self._live.values():
+            if ticket.entry is entry and block in ticket.blocks:
+                what = "filled" if ticket.is_write else "read"
+                return ParameterError(
+                    f"block {block} is to be {what} under ticket {ticket.number}; await its outcome, or revoke it first"
+                )
+        return ParameterError(
+            f"block {block} can still be written under a ticket that has ended; await its `Ticket.quiet` first"
+        )
 
     def _remind(self, ticket: Ticket, at: float) -> None:
         if not self._due or at < self._due[0][0]:

@@ -7,8 +7,6 @@ from time import perf_counter
 from types import NoneType
 from typing import Final
 
-import anyio
-
 from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
 from kvlink.caches.table import CacheEntry
@@ -25,15 +23,15 @@ from kvlink.checks import (
     check_same_tensors,
     few_blocks,
 )
-from kvlink.errors import ParameterError, TransferTimeoutError
-from kvlink.geometry import CacheGeometry, TensorRun, select_runs
+from kvlink.errors import ParameterError
+from kvlink.geometry import CacheGeometry, select_runs
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
 from kvlink.links.link import Link
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
-from kvlink.plan import Piece, join_blocks, plan_blocks, restage, scatter_slot, spread
+from kvlink.plan import Piece, join_blocks, plan_blocks, scatter_slot, spread
 from kvlink.report import TransferReport
-from kvlink.transfers.staging import stage
+from kvlink.transfers.staging import get_by_detour
 from kvlink.transfers.transfer import ended_while_read, get_checked, is_current
 from kvlink.transfers.turns import LoopTurns
 from kvlink.transfers.views import find_cache, open_read, target_of
@@ -176,7 +174,7 @@ class Puller:
             left_s = timeout_s - (found_at - started)
             if link.is_out_of_reach(remote):
                 pieces = join_blocks(destination, source, geometry.slot_nbytes)
-                num_extents = await self._detour(link, target_of(key), found, local, theirs, pieces, nbytes, left_s)
+                num_extents = await get_by_detour(link, target_of(key), found, local, theirs, pieces, nbytes, left_s)
             else:
                 extents = plan_blocks(local, remote, destination, source, geometry.slot_nbytes)
                 num_extents = len(extents)
@@ -362,7 +360,7 @@ class Puller:
             runs = select_runs(entry.geometry.runs, *ours)
             left_s = timeout_s - (perf_counter() - started)
             if link.is_out_of_reach(found.geometry.runs):
-                num_extents = await self._detour(link, target, found, runs, theirs, pieces, nbytes, left_s)
+                num_extents = await get_by_detour(link, target, found, runs, theirs, pieces, nbytes, left_s)
             else:
                 extents = spread(runs, select_runs(found.geometry.runs, *theirs), pieces)
                 num_extents = len(extents)
@@ -380,32 +378,6 @@ class Puller:
             self._store.end_moving(entry, movement)
             link.end()
         return TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, tuple(moving))
-
-    async def _detour(
-        self,
-        link: Link,
-        target: Target,
-        found: Found,
-        runs: tuple[TensorRun, ...],
-        theirs: Tensors,
-        pieces: list[Piece],
-        nbytes: int,
-        timeout_s: float,
-    ) -> int:
-        """Get what cannot be reached where it is through the owner's pool; return the number of extents."""
-        slots, moved = restage(pieces, found.geometry.slot_nbytes)
-        with anyio.move_on_after(timeout_s) as scope:
-            room = await stage(link, target, slots, theirs, is_write=False)
-            try:
-                extents = spread(runs, room.geometry.runs, moved)
-                await get_checked(link.endpoint, room, extents, nbytes, timeout_s=timeout_s, peer=link.peer)
-            finally:
-                link.post(CloseRead(room.lease))
-        if scope.cancelled_caught:
-            raise TransferTimeoutError(
-                f"pulling {nbytes} bytes through the pool of cluster {link.peer} did not end in time", peer=link.peer
-            )
-        return len(extents)
 
 
 def _pair(entry: CacheEntry, ours: Tensors, found: Found, src_layer_range: range | None, width: int) -> Pairing:

@@ -17,11 +17,12 @@ from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
 from kvlink.caches.table import CacheEntry
 from kvlink.checks import Tensors, check_blocks
-from kvlink.errors import CacheNotFoundError, KVLinkError, ParameterError, ProtocolError
-from kvlink.geometry import CacheDesc, DataType, select_runs
+from kvlink.errors import CacheNotFoundError, KVLinkError, ParameterError, ProtocolError, TransferTimeoutError
+from kvlink.geometry import CacheDesc, DataType, TensorRun, select_runs
 from kvlink.links.link import Link
-from kvlink.plan import join_blocks
-from kvlink.wire import Commit, Failed, Found, Message, Pong, Stage, Target
+from kvlink.plan import Piece, join_blocks, restage, spread
+from kvlink.transfers.transfer import get_checked
+from kvlink.wire import CloseRead, Commit, Failed, Found, Message, Pong, Stage, Target
 
 _MAX_LEASE_S = 3600.0
 """A room that its peer neither uses nor gives back goes back to the pool after this, or when the link ends."""
@@ -153,6 +154,32 @@ async def stage(link: Link, target: Target, slots: list[int], tensors: Tensors, 
     if not isinstance(answer, Found):
         raise ProtocolError(f"cluster {link.peer} answered a detour with {type(answer).__name__}", peer=link.peer)
     return answer
+
+
+async def get_by_detour(
+    link: Link,
+    target: Target,
+    found: Found,
+    runs: tuple[TensorRun, ...],
+    theirs: Tensors,
+    pieces: list[Piece],
+    nbytes: int,
+    timeout_s: float,
+) -> int:
+    """Get what cannot be reached where it is through the owner's pool; return the number of extents."""
+    slots, moved = restage(pieces, found.geometry.slot_nbytes)
+    with anyio.move_on_after(timeout_s) as scope:
+        room = await stage(link, target, slots, theirs, is_write=False)
+        try:
+            extents = spread(runs, room.geometry.runs, moved)
+            await get_checked(link.endpoint, room, extents, nbytes, timeout_s=timeout_s, peer=link.peer)
+        finally:
+            link.post(CloseRead(room.lease))
+    if scope.cancelled_caught:
+        raise TransferTimeoutError(
+            f"pulling {nbytes} bytes through the pool of cluster {link.peer} did not end in time", peer=link.peer
+        )
+    return len(extents)
 
 
 async def commit(link: Link, lease: int) -> None:

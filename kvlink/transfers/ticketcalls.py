@@ -7,6 +7,8 @@ cancelled on its way may still be granted: the link gives it back when the answe
 from __future__ import annotations
 
 import hmac
+from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -43,9 +45,10 @@ from kvlink.report import TransferReport
 from kvlink.tokens import TicketEnding, Token, parse_token
 from kvlink.transfers.heldtickets import HeldTicket, HeldTickets
 from kvlink.transfers.pushes import put_checked
-from kvlink.transfers.transfer import get_checked, load_word_within
+from kvlink.transfers.staging import get_by_detour
+from kvlink.transfers.transfer import ended_while_read, get_checked, is_current
 from kvlink.transfers.views import accept_found
-from kvlink.wire import Claim, CloseRead, Found
+from kvlink.wire import Claim, CloseRead, Found, Target
 
 AnyTicket = bytes | str | HeldTicket
 """What stands for a ticket in a call: its token, or the ticket while it is held."""
@@ -178,11 +181,15 @@ class TicketMover:
         check_same_kind(entry.geometry, geometry, is_by_block=True)
         nbytes = geometry.slot_nbytes * len(local) * ours.num
         runs, their_runs = select_runs(entry.geometry.runs, *ours), select_runs(geometry.runs, *theirs)
-        extents = spread(runs, their_runs, join_pairs(local, remote, geometry.slot_nbytes, is_write=is_write))
+        pieces = join_pairs(local, remote, geometry.slot_nbytes, is_write=is_write)
+        extents = spread(runs, their_runs, pieces)
+        target = Target("id", held.found.cache_id)
+        detour = partial(get_by_detour, link, target, held.found, runs, theirs, pieces, nbytes)
         link.begin()
         movement = self._store.begin_moving(entry, local)
         try:
-            await move_under(held, theirs, places, extents, nbytes, timeout_s - (perf_counter() - started))
+            left_s = timeout_s - (perf_counter() - started)
+            await move_under(held, theirs, places, extents, nbytes, left_s, None if is_write else detour)
         except BaseException as exc:
             link.failed(exc)
             raise
@@ -258,26 +265,40 @@ class TicketMover:
 
 
 async def move_under(
-    held: HeldTicket, theirs: Tensors, places: NDArray[np.int64], extents: list[Extent], nbytes: int, timeout_s: float
+    held: HeldTicket,
+    theirs: Tensors,
+    places: NDArray[np.int64],
+    extents: list[Extent],
+    nbytes: int,
+    timeout_s: float,
+    detour: Callable[[float], Awaitable[object]] | None = None,
 ) -> None:
     """Move `extents` under a held ticket: the blocks at `places` of the ticket, of these tensors of the owner's.
 
     The ticket's word is looked at before anything moves, and again after it.
+
+    Args:
+        detour: how to read, in so many seconds, what cannot be reached where it is. A write has none: the owner would
+            copy it to its place later, perhaps when the ticket has ended.
 
     Raises:
         TicketError: the ticket has ended; what was moved is worthless.
         FeatureNotEnabledError, LinkLostError, TransferTimeoutError: as for a movement by key.
     """
     link, found = held.link, held.found
-    if link.is_out_of_reach(found.geometry.runs):
-        raise FeatureNotEnabledError(f"tickets take no detour: {link.detour}", peer=link.peer)
+    is_out_of_reach = link.is_out_of_reach(found.geometry.runs)
+    if is_out_of_reach and detour is None:
+        raise FeatureNotEnabledError(f"pushes by ticket take no detour: {link.detour}", peer=link.peer)
     held.begin(theirs, places)
     is_placed = False
     try:
-        word = await load_word_within(link.endpoint, found.word, timeout_s=timeout_s, peer=link.peer)
-        if word != found.generation:
+        if not await is_current(link.endpoint, found, timeout_s=timeout_s, peer=link.peer):
             raise held.ended("look-up")
-        if held.grant is not None:
+        if is_out_of_reach and detour is not None:
+            await detour(timeout_s)
+            if not await is_current(link.endpoint, found, timeout_s=timeout_s, peer=link.peer):
+                raise ended_while_read(found, link.peer)
+        elif held.grant is not None:
             await put_checked(link, held.grant, extents, nbytes, timeout_s=timeout_s)
         else:
             await get_checked(link.endpoint, found, extents, nbytes, timeout_s=timeout_s, peer=link.peer)

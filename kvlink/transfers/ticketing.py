@@ -46,7 +46,7 @@ class Ticketing(CacheBookkeeping):
         memory stays until then.
 
         Raises:
-            ParameterError: a block number is wrong, or there is none.
+            ParameterError: a block number is wrong, or there is none; or a block is to be filled under another ticket.
             OutOfMemoryError: too many caches and tickets, see `ClusterConfig.max_caches`.
         """
         return self._open_ticket(cache, blocks, lease_s, is_write=False)
@@ -55,7 +55,8 @@ class Ticketing(CacheBookkeeping):
         """Give the right to fill blocks of `cache` to whoever gets the ticket's token: the mirror of `offer_blocks`.
 
         The sender passes the token to `push_blocks`, all at once or layer range by layer range, until every block of
-        every tensor has been filled, each once: then the ticket is DONE. `Ticket.layer` awaits single layers.
+        every tensor has been filled, each once: then the ticket is DONE. `Ticket.layer` awaits single layers. No other
+        ticket may be about these blocks, nor one that has ended and is not quiet.
 
         Ownership: do not touch these blocks until the ticket has ended and `Ticket.quiet` has returned.
         `deallocate_cache` revokes it.

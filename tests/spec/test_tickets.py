@@ -139,10 +139,17 @@ async def test_a_bare_token_is_used_up_by_one_call(kind: str) -> None:
     """One round trip to claim, none to say how it ended; the same token a second time is refused and says why."""
     async with side_of(kind) as side:
         ticket = side.give([3, 1, 7])
-        trips = link_to(side.user, side.giver.cluster_id).stats.round_trips
+        stats = link_to(side.user, side.giver.cluster_id).stats
+        before = (stats.round_trips, stats.messages_sent, stats.messages_received)
         await side.move(ticket.token.decode(), [0, 1, 2])
-        assert link_to(side.user, side.giver.cluster_id).stats.round_trips == trips + 1
         side.expect([0, 1, 2], [3, 1, 7])
+        await side.pair.flush()
+        after = (stats.round_trips, stats.messages_sent, stats.messages_received)
+        pings = (side.user.cluster_id == P) + 2 * (side.user.cluster_id == D)
+        trips, sent, received = (now - then for now, then in zip(after, before, strict=True))
+        assert trips == 1 + pings
+        assert sent - 3 == (2 if kind == "read" else 4), "the claim, and the end; filled, and the lease given back"
+        assert received - 3 == 1, "the answer to the claim"
         for _ in range(2):
             assert await ticket.outcome(timeout_s=5) == (End.DONE, "", side.user.cluster_id)
         with pytest.raises(kv.TicketError, match="ticket 1 has ended: done") as caught:
@@ -180,6 +187,30 @@ async def test_held_for_several_movements(kind: str) -> None:
 
 
 @KINDS
+async def test_memory_that_is_out_of_reach(kind: str) -> None:
+    """Reading takes a detour through the owner's pool, and is undone by a revocation; filling says what to allow."""
+    async with side_of(kind, pool="2MiB") as side:
+        link = link_to(side.user, side.giver.cluster_id)
+        link.unreachable |= {run.region for run in side.theirs.geometry.runs}
+        link.detour = "as where the kernel does not permit it"
+        ticket = side.give([3, 1])
+        if kind == "fill":
+            with pytest.raises(kv.FeatureNotEnabledError, match="no detour: as where the kernel"):
+                await side.move(ticket.token, [0, 1])
+            assert (await ticket.outcome(timeout_s=5)).kind is End.FAILED
+            return
+        await side.move(ticket.token, [0, 1])
+        side.expect([0, 1], [3, 1])
+        late = side.give([3, 1])
+        held_back = side.stop_at_bytes()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_refused_move, side, late)
+            await held_back.reached.wait()
+            late.revoke()
+            held_back.release()
+
+
+@KINDS
 async def test_arguments(kind: str) -> None:
     """What a call cannot mean is refused before a byte moves, and a held ticket stays held."""
     async with side_of(kind) as side:
@@ -204,6 +235,34 @@ async def test_arguments(kind: str) -> None:
         with pytest.raises(kv.TicketError, match="is for"):
             await wrong(other.token, side.ours, [0], [0])
         assert other.is_live
+
+
+async def test_one_fills_or_many_read() -> None:
+    """Blocks may be offered to many, and expected from one only, who must be out of the way first."""
+    async with side_of("fill") as side:
+        manager, cache = side.giver.kv_cache_manager, side.theirs
+        offers = [manager.offer_blocks(cache, blocks) for blocks in ([1, 2], [2, 3])]
+        for blocks in ([1], [0, 3]):
+            with pytest.raises(kv.ParameterError, match=rf"block {blocks[-1]} is to be read under ticket"):
+                manager.expect_blocks(cache, blocks)
+        for each in offers:
+            each.revoke()
+        expected = manager.expect_blocks(cache, [1, 2])
+        for give in (manager.offer_blocks, manager.expect_blocks):
+            with pytest.raises(kv.ParameterError, match="block 2 is to be filled under ticket 3"):
+                give(cache, [2])
+        held_back = side.stop_at_bytes()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(side.move, expected.token, [0, 1])
+            await held_back.reached.wait()
+            expected.revoke()
+            for give in (manager.offer_blocks, manager.expect_blocks):
+                with pytest.raises(kv.ParameterError, match=r"block 2 can still be written .*quiet"):
+                    give(cache, [2])
+            tasks.cancel_scope.cancel()
+        await expected.quiet(timeout_s=5)
+        manager.expect_blocks(cache, [0, 1, 2]).revoke()
+        manager.offer_blocks(cache, [0, 1, 2])
 
 
 # ---- exactly one end, on both sides
@@ -275,7 +334,7 @@ async def test_expired(kind: str) -> None:
     """What nobody claims comes back within its lease and a second, once, with the cause; the token is refused then."""
     async with side_of(kind) as side:
         started = time.perf_counter()
-        tickets = [side.give([3, 1], lease_s=0.05 + index / 100) for index in (2, 0, 1)]
+        tickets = [side.give([index, 8 + index], lease_s=0.05 + index / 100) for index in (2, 0, 1)]
         for ticket in tickets:
             outcome = await ticket.outcome(timeout_s=5)
             assert outcome.kind is End.EXPIRED
@@ -316,7 +375,7 @@ async def test_revoke_during_a_pull() -> None:
 
 
 async def _refused_move(side: Side, ticket: kv.Ticket) -> None:
-    with pytest.raises(kv.TicketError, match=r"ticket 1 of cluster . ended.* while its blocks were moved") as caught:
+    with pytest.raises(kv.TicketError, match=r"ticket . of cluster . ended.* while its blocks were moved") as caught:
         await side.move(ticket.token, [0, 1])
     assert (caught.value.phase, caught.value.peer) == ("settle", side.giver.cluster_id)
 
@@ -648,7 +707,10 @@ async def test_killed_owner() -> None:
     async with owner_in_child() as stage:
         into = stage.reader.allocate_blocks_cache(DESC)
         cache = await stage.owner.call("allocate_blocks", num_tensors=4, shape=[NUM, 256])
-        tokens = [await stage.owner.call("offer", cache=cache, blocks=[7], is_write=each) for each in (False, True)]
+        tokens = [
+            await stage.owner.call("offer", cache=cache, blocks=[7 + is_write], is_write=is_write)
+            for is_write in (False, True)
+        ]
         held = [await stage.reader.hold_ticket(token) for token in tokens]
         stage.process().kill()
         for each in held:
