@@ -173,7 +173,9 @@ class LinkCalls(ABC):
                     await links.open_link(peer).ping()
                     results[peer] = LinkResult(peer, StatusCode.LLM_SUCCESS)
                     return
-                raise TransferTimeoutError(f"cluster {peer} did not answer within {timeout_s} s", peer=peer)
+                raise TransferTimeoutError(
+                    f"cluster {peer} did not answer within {timeout_s} s", peer=peer, phase="look-up"
+                )
             except KVLinkError as exc:
                 results[peer] = LinkResult.failed(peer, exc)
 

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from kvlink.errors import KVLinkError, LinkLostError, NotLinkedError, ProtocolError, error_for
+from kvlink.errors import (
+    KVLinkError,
+    LinkLostError,
+    MismatchError,
+    NotLinkedError,
+    ProtocolError,
+    TransportError,
+    error_for,
+)
 from kvlink.geometry import Role, TensorRun
 from kvlink.links.grants import WriteGrants
 from kvlink.links.notifications import Notices
@@ -162,11 +170,18 @@ class Link:
         self.blame(error)
 
     def blame(self, error: BaseException) -> None:
-        """Let an error of a movement name the peer, if nobody has."""
-        if isinstance(error, KVLinkError) and error.peer is None:
+        """Let an error of a movement name the peer and the phase, if nobody has; what moves bytes names the phase."""
+        if not isinstance(error, KVLinkError):
+            return
+        error.phase = error.phase or "look-up"
+        if error.peer is None:
             error.peer = self.peer
             if isinstance(error, LinkLostError):
                 error.args = (f"cluster {self.peer} went away during the transfer: {error}",)
+            elif isinstance(error, TransportError):
+                error.args = (f"moving bytes from or to cluster {self.peer} failed: {error}; try again",)
+            elif isinstance(error, MismatchError):
+                error.args = (f"cluster {self.peer}: {error}",)
 
     def end(self) -> None:
         """Undo one `begin`."""

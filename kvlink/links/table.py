@@ -118,7 +118,7 @@ class LinkTable:
         link = self._links.get(peer)
         if link is None or not link.is_open:
             message = self.relinker.explain(peer) or f"there is no link to cluster {peer}; call link_clusters first"
-            raise NotLinkedError(message, peer=peer)
+            raise NotLinkedError(message, peer=peer, phase="look-up")
         return link
 
     async def link(self, info: ClusterInfo, *, timeout_s: float) -> LinkResult:

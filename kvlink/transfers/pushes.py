@@ -413,6 +413,8 @@ class Pusher:
             if link.error is not None:
                 raise link.gone()
             raise TransferTimeoutError(
-                f"pushing {nbytes} bytes through the pool of cluster {link.peer} did not end in time", peer=link.peer
+                f"pushing {nbytes} bytes through the pool of cluster {link.peer} did not end in time",
+                peer=link.peer,
+                phase="transfer",
             )
         return len(extents)

@@ -177,7 +177,9 @@ async def get_by_detour(
             link.post(CloseRead(room.lease))
     if scope.cancelled_caught:
         raise TransferTimeoutError(
-            f"pulling {nbytes} bytes through the pool of cluster {link.peer} did not end in time", peer=link.peer
+            f"pulling {nbytes} bytes through the pool of cluster {link.peer} did not end in time",
+            peer=link.peer,
+            phase="transfer",
         )
     return len(extents)
 
