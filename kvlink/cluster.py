@@ -219,6 +219,9 @@ class Cluster(LinkCalls):
                     await self._links.close_all("the cluster is closing", timeout_s=self.config.close_timeout_s)
                 for transport in self._transports:
                     await transport.aclose()
+                if self._copier is not None:
+                    with anyio.move_on_after(self.config.close_timeout_s):
+                        await self._copier.drain()
         finally:
             self._release()
             self._closing.set()

@@ -893,6 +893,56 @@ def test_prefaulting_returns_at_once_and_gives_way(backend: str) -> None:
 
 
 @on_every_loop
+def test_eviction_keeps_the_bytes_and_lets_go(backend: str) -> None:
+    """`evict` returns at once and changes no byte; after `drain` nothing of it holds the memory, whoever waits when."""
+
+    async def test() -> None:
+        segment = Segment.create("kvlink-test", 20 * 2**20)
+        segment.memory[:] = 3
+        with a_copier(num_threads=1) as copier:
+            await copier.drain()  # there is nothing to wait for
+            stop = copier.prefault(segment.memory, for_writing=False)
+            stop()
+            stop()
+            copier.evict(segment.memory)
+            copier.evict(segment.memory[:4096])
+            await copier.drain()
+            await copier.drain()
+            assert (segment.memory == 3).all()
+            assert copier._num_evicting == 0
+            mapping = weakref.ref(segment.memory)
+            segment.close()
+            await copier.run_calls(iter([do_nothing] * 3))  # the thread has let go of the job before
+            assert mapping() is None
+        copier.evict(np.zeros(4096, np.uint8))  # closed: nothing is done
+        await copier.drain()
+
+    run_on(backend, test)
+
+
+@on_every_loop
+def test_closing_ends_an_eviction(backend: str) -> None:
+    """Whoever waits for evictions is woken when the copier is closed under them."""
+
+    async def test() -> None:
+        segment = Segment.create("kvlink-test", 4096)
+        with a_copier(num_threads=1) as copier:
+            gate = Gate()
+            async with anyio.create_task_group() as tasks:
+                Call(tasks, partial(copier.run_calls, iter([gate])))
+                await gate.wait_begun()
+                copier.evict(segment.memory)
+                call = Call(tasks, copier.drain)
+                await anyio.lowlevel.checkpoint()
+                threading.Timer(0.05, gate.open).start()
+                copier.close()
+            assert call is not None
+        segment.close()
+
+    run_on(backend, test)
+
+
+@on_every_loop
 def test_memory_of_a_finished_copy_is_not_kept(backend: str) -> None:
     """When a run has ended, no idle thread holds its memory: a peer's pool goes when the link does."""
 

@@ -25,10 +25,10 @@ import numpy as np
 
 from kvlink.errors import ClosedError
 from kvlink.loops import CallSoon, current_call_soon
-from kvlink.memory.pool import Bytes, populate
+from kvlink.memory.pool import Bytes, depopulate, populate
 
-_PREFAULT_NBYTES: Final = 32 * 1024 * 1024
-"""Pages entered between two looks at the queue: about 3 ms."""
+_PAGING_NBYTES: Final = 8 * 1024 * 1024
+"""Pages entered or taken out between two looks at the queue: about 1 ms, for which other mappings may have to wait."""
 
 
 _PAGE: Final = 4096
@@ -233,6 +233,8 @@ class Copier:
         self._jobs: deque[_Job] = deque()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
+        self._num_evicting = 0
+        self._drained: Callable[[], None] | None = None
 
     async def run(self, copies: Iterable[Copy], nbytes: int, copied: list[tuple[int, int]] | None = None) -> None:
         """Do `copies`, `nbytes` in all; return when every byte is in place. They are looked at as they are needed.
@@ -284,14 +286,46 @@ class Copier:
             finally:
                 del error  # its traceback holds this frame: without the cycle, the memory goes when the caller is done
 
-    def prefault(self, memory: Bytes, *, for_writing: bool) -> None:
-        """Enter the pages of `memory` into the page table, in the background, giving way to copies. Returns at once."""
-        step = _PREFAULT_NBYTES
-        chunks = (
-            partial(populate, memory[start : start + step], for_writing=for_writing)
-            for start in range(0, len(memory), step)
-        )
-        self._submit(_Job(chunks, lambda: None))
+    def prefault(self, memory: Bytes, *, for_writing: bool) -> Callable[[], None]:
+        """Enter the pages of `memory` into the page table, in the background, giving way to copies. Returns at once.
+
+        Returns:
+            what ends it early; to be called before `evict`.
+        """
+        job = _Job(_steps(memory, partial(populate, for_writing=for_writing)), lambda: None)
+        self._submit(job)
+        return partial(self._stop, job)
+
+    def evict(self, memory: Bytes) -> None:
+        """Take the pages of a shared mapping that nobody needs any more out of the page table, in the background.
+
+        What is left for whoever drops the last reference is then nothing: unmapping 2 GiB at once would hold the loop,
+        and the GIL, for 0.14 s. Returns at once; keeps `memory` until it is done.
+        """
+        with self._condition:
+            if self._submit(_Job(_steps(memory, depopulate), self._end_eviction)):
+                self._num_evicting += 1
+
+    async def drain(self) -> None:
+        """Return when nothing is evicted any more. The caller has a deadline."""
+        with self._condition:
+            if self._num_evicting == 0:
+                return
+            done = anyio.Event()
+            self._drained = partial(_call, current_call_soon(), done.set)
+        await done.wait()
+
+    def _end_eviction(self) -> None:
+        self._num_evicting -= 1
+        if self._num_evicting == 0 and self._drained is not None:
+            self._drained()
+
+    def _stop(self, job: _Job) -> None:
+        """Take no more chunks of a job whose end nobody waits for."""
+        with self._condition:
+            job.has_no_more = True
+            if job in self._jobs:
+                self._jobs.remove(job)
 
     def close(self) -> None:
         """End the threads: each finishes the chunk in its hands. Waits for them, a few ms. Idempotent."""
@@ -362,6 +396,12 @@ class Copier:
             self._jobs.append(job)
             self._condition.notify_all()
         return True
+
+
+def _steps(memory: Bytes, call: Callable[[Bytes], None]) -> Iterator[Callable[[], None]]:
+    """Yield calls that together do `call` for all of `memory`."""
+    for start in range(0, len(memory), _PAGING_NBYTES):
+        yield partial(call, memory[start : start + _PAGING_NBYTES])
 
 
 def _call(call_soon: CallSoon, function: Callable[[], None]) -> None:

@@ -245,6 +245,14 @@ def populate(memory: Bytes, *, for_writing: bool) -> None:
     _LIBC.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), advice)
 
 
+def depopulate(memory: Bytes) -> None:
+    """Take all pages of a *shared* mapping out of this process's page table, without the GIL; its bytes stay.
+
+    Whoever touches them again enters them again. On private memory this would lose the bytes.
+    """
+    _LIBC.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), _MADV_DONTNEED)
+
+
 def _bind(fd: int, nbytes: int, node: int) -> None:
     """Make the pages of a memfd come from one NUMA node; a shared mapping's policy belongs to the file itself."""
     number = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # SYS_mbind
@@ -268,6 +276,7 @@ def _bind(fd: int, nbytes: int, node: int) -> None:
 
 _MPOL_BIND = 2  # <linux/mempolicy.h>
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # <asm-generic/mman-common.h>
 _MADV_POPULATE_WRITE = 23
 
