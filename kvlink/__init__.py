@@ -56,6 +56,7 @@ from kvlink.transfers.layerconfig import (
 from kvlink.transfers.layerwise import CacheTask
 from kvlink.transfers.manager import KvCacheManager
 from kvlink.transfers.prepared import PreparedPull, PreparedPush
+from kvlink.ucxconfig import UcxConfig
 
 __version__ = "0.1.0"
 
@@ -126,6 +127,7 @@ __all__ = [
     "TransferWithCacheKeyConfig",
     "TransferWithTicketConfig",
     "TransportError",
+    "UcxConfig",
     "__version__",
 ]
 

@@ -32,7 +32,9 @@ from kvlink.transfers.heldtickets import HeldTickets
 from kvlink.transfers.manager import KvCacheManager
 from kvlink.transfers.serving import CacheServer
 from kvlink.transfers.ticketcalls import TicketMover
+from kvlink.transports.choice import choose_transports
 from kvlink.transports.shm import ShmTransport
+from kvlink.transports.ucx.transport import UcxTransport
 from kvlink.wire import Hello
 
 if TYPE_CHECKING:
@@ -148,7 +150,7 @@ class Cluster(LinkCalls):
                 inline_nbytes=config.inline_nbytes,
                 chunk_nbytes=config.chunk_nbytes,
             )
-            self._transports = [ShmTransport(store.memory, self._copier, config)]
+            self._transports = [self._make_transport(name) for name in choose_transports(config)]
             if self._wrap_transport is not None:
                 self._transports = [self._wrap_transport(transport) for transport in self._transports]
             for transport in self._transports:
@@ -183,6 +185,13 @@ class Cluster(LinkCalls):
             await self._leave()
             raise
         return self
+
+    def _make_transport(self, name: str) -> Transport:
+        assert self._store is not None
+        assert self._copier is not None
+        if name == "ucx":
+            return UcxTransport(self._store.memory, self.config)
+        return ShmTransport(self._store.memory, self._copier, self.config)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -14,6 +14,7 @@ from typing import Final
 
 from kvlink.errors import ParameterTypeError, ParameterValueError
 from kvlink.geometry import Role, check_int
+from kvlink.ucxconfig import UcxConfig
 
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)?\s*", re.IGNORECASE | re.ASCII)
 _UNITS: Final = {
@@ -162,6 +163,9 @@ class ClusterConfig:
         allowed_uids: users besides our own whose processes may link over a Unix socket and share memory.
         allow_unauthenticated: let anybody who reaches a non-loopback address link, with neither a secret nor a
             certificate.
+        transports: what may move the bytes of a link, best first: ``"shm"``, ``"ucx"``. A link takes the first that
+            reaches the peer. None for shm, and for ucx where this host has an RDMA device and a UCX to use it.
+        ucx: how UCX is used; see `UcxConfig`.
     """
 
     operation_timeout_s: float = 30.0
@@ -190,6 +194,8 @@ class ClusterConfig:
     tls_client: ssl.SSLContext | None = None
     allowed_uids: tuple[int, ...] = ()
     allow_unauthenticated: bool = False
+    transports: tuple[str, ...] | None = None
+    ucx: UcxConfig = field(default_factory=UcxConfig)
 
     def __post_init__(self) -> None:
         for name in (
@@ -220,6 +226,12 @@ class ClusterConfig:
                 raise ParameterTypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.numa_node is not None:
             check_int("numa_node", self.numa_node, 0, 1023)
+        if self.transports is not None and not isinstance(self.transports, tuple):
+            raise ParameterTypeError(f"transports must be a tuple of names or None, got {self.transports!r}")
+        if self.transports is not None and (not self.transports or not set(self.transports) <= {"shm", "ucx"}):
+            raise ParameterValueError(f"transports must be of 'shm' and 'ucx', got {self.transports!r}")
+        if not isinstance(self.ucx, UcxConfig):
+            raise ParameterTypeError(f"ucx must be a UcxConfig, got {self.ucx!r}")
         permit = self.permit_peer_access
         if permit is not None and not (isinstance(permit, str) and permit in ("peer", "any")):
             raise ParameterValueError(
@@ -268,12 +280,12 @@ class ClusterConfig:
             ParameterError: a value is not acceptable, or the secret itself stands in the environment.
         """
         environ = os.environ if environ is None else environ
-        config = cls()
+        config = cls(ucx=UcxConfig.from_environ(environ))
         for setting in fields(cls):
             variable = f"KVLINK_{setting.name.upper()}"
             if setting.name == "secret":
                 config = replace(config, secret=_read_secret(environ))
-            elif variable in environ and not setting.name.startswith("tls_"):
+            elif variable in environ and setting.name != "ucx" and not setting.name.startswith("tls_"):
                 try:
                     value = _parse_setting(setting.name, environ[variable])
                 except (ValueError, KeyError):
@@ -287,6 +299,8 @@ class ClusterConfig:
 def _parse_setting(name: str, text: str) -> object:
     if name == "permit_peer_access":
         return text
+    if name == "transports":
+        return tuple(text.split(","))
     if name == "allowed_uids":
         return tuple(int(uid) for uid in text.split(","))
     if name.startswith(("is_", "has_", "allow_")):

@@ -25,6 +25,7 @@ LAYERS: Final[dict[int, tuple[str, ...]]] = {
     1: (
         *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "checks", "loops", "tokens"),
         "credentials",
+        "ucxconfig",
         *("links.state", "transfers.layerconfig", "memory.hostmemory"),
     ),
     2: (

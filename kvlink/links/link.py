@@ -74,6 +74,7 @@ class Link:
         is_dialled: whether we dialled it.
         transport: what moves the bytes: ``"shm"`` ...
         reason: why this transport was chosen, and others were not.
+        settings: of the transport, those that are in force.
         state, stats: where it is in its life, and what went over it.
         views, grants: where the peer's caches lie, and which of them we may write into.
         notices: notifications on their way out, and how many came in.
@@ -105,6 +106,7 @@ class Link:
         self.endpoint = greeted.endpoint
         self.transport = greeted.endpoint.name
         self.reason = greeted.reason
+        self.settings = greeted.endpoint.settings
         self.state = next_state(LinkState.GREETING, LinkEvent.HELLO)
         self.stats = LinkStats()
         self.views: dict[Target, Found] = {}

@@ -7,7 +7,7 @@ caller owns and has registered; they are never used twice.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -57,10 +57,15 @@ class LocalRegion:
 
 
 class LocalMemory(dict[int, LocalRegion]):
-    """The regions of one cluster, by number."""
+    """The regions of one cluster, by number.
+
+    Attributes:
+        watchers: called with the number of a region that is forgotten.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.watchers: list[Callable[[int], None]] = []
         self._next = FIRST_REGISTERED
 
     def register(self, buffers: Sequence[Bytes]) -> list[tuple[int, int]]:
@@ -86,4 +91,6 @@ class LocalMemory(dict[int, LocalRegion]):
 
     def forget(self, region: int) -> None:
         """Remove a region; its number is not used again."""
-        self.pop(region, None)
+        if self.pop(region, None) is not None:
+            for watch in self.watchers:
+                watch(region)

@@ -72,6 +72,7 @@ class FaultyEndpoint(Endpoint):
         self.name = inner.name
         self.capabilities = inner.capabilities
         self.card = inner.card
+        self.settings = inner.settings
         self.num_faults = dict.fromkeys(Fault, 0)
         self._inner = inner
         self._dice = dice

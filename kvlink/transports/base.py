@@ -17,8 +17,9 @@ Rules for every implementation:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from anyio.abc import TaskGroup
@@ -68,6 +69,9 @@ class Endpoint(ABC):
     capabilities: Capabilities
     immediate_nbytes: int = 0
     """A get or put of at most this size never waits, so it needs no deadline."""
+    settings: Mapping[str, str] = MappingProxyType({})
+    """What is in force of the transport's own settings, to be read."""
+
     card: bytes = b""
     """What the accepting side needs to know of a dialler; travels to its `Transport.accept`."""
 

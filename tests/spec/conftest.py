@@ -1,7 +1,8 @@
 """Every test that asks for `transport` runs once over each of them, and one that asks for `world` in each of these.
 
 ``late`` is a transport whose completions come late, in another order, and after more than one try: the spec holds over
-it as it does over any other. Some tests of each kind run over it every time, all of them with ``KVLINK_STRESS=1``.
+it as it does over any other. All tests run over shared memory; some of each kind also run over UCX and over a late
+transport every time, and all of them do with ``KVLINK_STRESS=1``.
 """
 
 from __future__ import annotations
@@ -13,29 +14,35 @@ import pytest
 
 from tests.spec import harness
 from tests.spec.harness import TRANSPORTS, WORLDS
+from tests.support.ucx import need_ucx
 
-_OFTEN_LATE: Final = (
+_OFTEN: Final = (
     *("test_block_to_block", "test_slot_into_blocks", "test_concurrent_pulls", "test_ends_while_being_read"),
     *("test_push_blocks", "test_push_cache", "test_cancelled_writer", "test_deallocation_under_a_writer_and_a_reader"),
     *("test_blocks", "test_several_receivers", "test_cancelling_the_task", "test_between_processes"),
     *("test_released_on_delivery", "test_memory_of_a_running_pull"),
 )
-"""What runs over a late transport in every run: a pull, a push and a layer-wise push of each kind, and their keys."""
+"""What runs over every transport, and a late one, each time: all kinds of pull, push and layer-wise push, and keys."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test its transports."""
     if "transport" not in metafunc.fixturenames:
         return
-    is_late = os.environ.get("KVLINK_STRESS") == "1" or metafunc.function.__name__ in _OFTEN_LATE
-    late = [f"{name} late" for name in TRANSPORTS] if is_late else []
-    metafunc.parametrize("transport", [*TRANSPORTS, *late], indirect=True)
+    has_all = os.environ.get("KVLINK_STRESS") == "1"
+    is_often = metafunc.function.__name__ in _OFTEN
+    names = TRANSPORTS if has_all or is_often else TRANSPORTS[:1]
+    late = [f"{name} late" for name in (TRANSPORTS if has_all else TRANSPORTS[:1])] if has_all or is_often else []
+    metafunc.parametrize("transport", [*names, *late], indirect=True)
 
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Name what moves the bytes; what is late about it is the harness's business."""
     name, _, late = str(request.param).partition(" ")
+    if name == "ucx":
+        need_ucx()
+    monkeypatch.setenv("KVLINK_TRANSPORTS", name)
     if late:
         monkeypatch.setenv(harness.LATE_VARIABLE, "1")  # also for the children
     return name

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -26,7 +27,7 @@ from tests.support.inside import link_to, used_nbytes
 from tests.support.pattern import Stamp, fill
 from tests.support.peer import Peer, spawn_peer
 
-TRANSPORTS: Final = ("shm",)
+TRANSPORTS: Final = ("shm", "ucx")
 WORLDS: Final = ("one process", "two processes")
 P: Final = 1
 D: Final = 2
@@ -77,7 +78,7 @@ async def cluster(
         role=role,
         pool=pool,
         host_pool=host_pool,
-        config=kv.ClusterConfig(**config),
+        config=replace(kv.ClusterConfig.from_environ(), **config),
         wrap_transport=late_if_asked,
     ) as made:
         yield made

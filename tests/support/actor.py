@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -212,6 +213,18 @@ class Actor:
         return Stamp(self._cluster.cluster_id, self._life, cache)
 
 
+def config_of(fields: dict[str, Any]) -> kv.ClusterConfig:
+    """Return the settings that came as JSON, over those of the environment."""
+    changes = _with_tuples(fields)
+    if "ucx" in changes:
+        changes["ucx"] = kv.UcxConfig(**_with_tuples(changes["ucx"]))
+    return replace(kv.ClusterConfig.from_environ(), **changes)
+
+
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
 async def serve(talk: socket.socket, settings: dict[str, Any]) -> None:
     """Hold the cluster and obey."""
 
@@ -239,7 +252,7 @@ async def serve(talk: socket.socket, settings: dict[str, Any]) -> None:
         role=kv.Role[settings["role"]],
         pool=settings["pool"],
         listen=settings["listen"],
-        config=kv.ClusterConfig(**{**config, "secret": secret and secret.encode()}),
+        config=config_of({**config, "secret": secret and secret.encode()}),
         wrap_transport=wrap_transport,
     )
     async with cluster, anyio.create_task_group() as tasks:

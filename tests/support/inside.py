@@ -5,6 +5,7 @@ from __future__ import annotations
 import kvlink as kv
 from kvlink.caches.store import CacheStore
 from kvlink.transfers.serving import CacheServer
+from kvlink.transports.base import Transport
 
 
 def _store(cluster: kv.Cluster) -> CacheStore:
@@ -53,3 +54,8 @@ def server(cluster: kv.Cluster) -> CacheServer:
     server = table._on_opened.__self__  # type: ignore[attr-defined]  # a bound method
     assert isinstance(server, CacheServer)
     return server
+
+
+def transport_of(cluster: kv.Cluster, name: str) -> Transport:
+    """Return one of the transports of a cluster."""
+    return next(transport for transport in cluster._transports if transport.name == name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import kvlink as kv
 from tests.support import inside
+from tests.support.actor import config_of
 from tests.support.loops import eventually
 from tests.support.pattern import Stamp, expect, fill
 from tests.support.peer import Peer, spawn_peer
@@ -112,7 +113,7 @@ async def pair(
             data_type=desc.data_type.value,
             model_id=0,
         )
-        settings = kv.ClusterConfig(**(config or {}))
+        settings = config_of(config or {})
         async with kv.Cluster(cluster_id=2, role=here_role, pool=pool, config=settings) as here:
             (await here.link_clusters([owner.info])).raise_for_status()
             made = Pair(owner, handle, here, desc)

@@ -1,1 +1,1 @@
-"""Get and put over UCX, for hosts that do not share memory."""
+"""Get and put over UCX, for hosts that do not share memory. Loads nothing of UCX before it is asked to."""

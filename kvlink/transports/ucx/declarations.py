@@ -3,6 +3,9 @@
 Source: ``ucp/api/ucp.h`` of UCX 1.15 to 1.22. Structs are driven by a mask of the fields that are set and only grow at
 their end, so one declaration serves all of these versions; the ends that kvlink does not use are declared too, so that
 a library that looks at them finds zeros. ``ucs_status_t`` is a packed enum: one signed byte.
+
+Where C has a pointer that kvlink only passes on (buffers, requests, handles in `ucp_request_param_t`), an integer of
+the same width stands here: numbers come out of numpy by the thousand, pointers of cffi one by one.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from typing import Final
 
 DECLARATIONS: Final = """
 typedef int8_t ucs_status_t;
-typedef void *ucs_status_ptr_t;
 typedef void FILE;
 typedef struct ucp_config ucp_config_t;
 typedef struct ucp_context *ucp_context_h;
@@ -35,6 +37,16 @@ typedef struct {
     size_t node_local_id;
     char spare[64];
 } ucp_params_t;
+
+typedef struct {
+    uint64_t field_mask;
+    size_t request_size;
+    int thread_mode;
+    uint64_t memory_types;
+    char name[32];
+    size_t device_counter_size;
+    char spare[64];
+} ucp_context_attr_t;
 
 typedef struct {
     uint64_t field_mask;
@@ -116,14 +128,14 @@ typedef struct {
 typedef struct {
     uint32_t op_attr_mask;
     uint32_t flags;
-    void *request;
-    void *callback;
+    uintptr_t request;
+    uintptr_t callback;
     uint64_t datatype;
-    void *user_data;
+    uintptr_t user_data;
     void *reply_buffer;
     int memory_type;
     void *recv_info;
-    ucp_mem_h memh;
+    uintptr_t memh;
     uint64_t remote_datatype;
     const void *remote;
     size_t remote_count;
@@ -137,6 +149,7 @@ const char *ucp_get_version_string(void);
 ucs_status_t ucp_init_version(unsigned major, unsigned minor, const ucp_params_t *params, const ucp_config_t *config,
                               ucp_context_h *context);
 void ucp_cleanup(ucp_context_h context);
+ucs_status_t ucp_context_query(ucp_context_h context, ucp_context_attr_t *attr);
 void ucp_context_print_info(const ucp_context_h context, FILE *stream);
 
 ucs_status_t ucp_config_read(const char *env_prefix, const char *filename, ucp_config_t **config);
@@ -154,8 +167,8 @@ ucs_status_t ucp_worker_signal(ucp_worker_h worker);
 unsigned ucp_worker_progress(ucp_worker_h worker);
 
 ucs_status_t ucp_ep_create(ucp_worker_h worker, const ucp_ep_params_t *params, ucp_ep_h *ep);
-ucs_status_ptr_t ucp_ep_close_nbx(ucp_ep_h ep, const ucp_request_param_t *param);
-ucs_status_ptr_t ucp_ep_flush_nbx(ucp_ep_h ep, const ucp_request_param_t *param);
+uintptr_t ucp_ep_close_nbx(ucp_ep_h ep, const ucp_request_param_t *param);
+uintptr_t ucp_ep_flush_nbx(ucp_ep_h ep, const ucp_request_param_t *param);
 ucs_status_t ucp_ep_query(ucp_ep_h ep, ucp_ep_attr_t *attr);
 
 ucs_status_t ucp_mem_map(ucp_context_h context, const ucp_mem_map_params_t *params, ucp_mem_h *memh);
@@ -165,18 +178,19 @@ void ucp_rkey_buffer_release(void *buffer);
 ucs_status_t ucp_ep_rkey_unpack(ucp_ep_h ep, const void *buffer, ucp_rkey_h *rkey);
 void ucp_rkey_destroy(ucp_rkey_h rkey);
 
-ucs_status_ptr_t ucp_get_nbx(ucp_ep_h ep, size_t buffer, size_t count, uint64_t remote_addr, ucp_rkey_h rkey,
-                             const ucp_request_param_t *param);
-ucs_status_ptr_t ucp_put_nbx(ucp_ep_h ep, size_t buffer, size_t count, uint64_t remote_addr, ucp_rkey_h rkey,
-                             const ucp_request_param_t *param);
-ucs_status_t ucp_request_check_status(void *request);
-void ucp_request_free(void *request);
+uintptr_t ucp_get_nbx(ucp_ep_h ep, uintptr_t buffer, size_t count, uint64_t remote_addr, ucp_rkey_h rkey,
+                      const ucp_request_param_t *param);
+uintptr_t ucp_put_nbx(ucp_ep_h ep, uintptr_t buffer, size_t count, uint64_t remote_addr, ucp_rkey_h rkey,
+                      const ucp_request_param_t *param);
+ucs_status_t ucp_request_check_status(uintptr_t request);
+void ucp_request_free(uintptr_t request);
 """
 
 LIBC_DECLARATIONS: Final = """
 FILE *open_memstream(char **buffer, size_t *nbytes);
 int fclose(FILE *stream);
 void free(void *buffer);
+void *memset(void *memory, int value, size_t nbytes);
 int sigaction(int number, const void *action, void *old_action);
 """
 
@@ -201,6 +215,7 @@ THREAD_MODE_MULTI: Final = 2
 
 EP_PARAM_REMOTE_ADDRESS: Final = 1 << 0
 EP_PARAM_ERR_MODE: Final = 1 << 1
+EP_PARAM_ERR_HANDLER: Final = 1 << 2
 EP_ATTR_TRANSPORTS: Final = 1 << 3
 ERR_MODE_PEER: Final = 1
 CLOSE_FORCE: Final = 1 << 0
@@ -210,6 +225,11 @@ MAP_LENGTH: Final = 1 << 1
 MAP_FLAGS: Final = 1 << 2
 MAP_MEMORY_TYPE: Final = 1 << 4
 
+CONTEXT_REQUEST_SIZE: Final = 1 << 0
+
+OP_REQUEST: Final = 1 << 0
+OP_CALLBACK: Final = 1 << 1
+OP_USER_DATA: Final = 1 << 2
 OP_FLAGS: Final = 1 << 4
 OP_MEMORY_TYPE: Final = 1 << 6
 OP_MEMH: Final = 1 << 8

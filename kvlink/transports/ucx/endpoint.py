@@ -1,0 +1,379 @@
+"""One side of a link over UCX: the peer's regions as we may address them, and the transfers between.
+
+Regions travel over the link's control stream as `Share`: address, length and remote key, never before the link is
+there. What a peer says of its regions bounds what is asked of UCX, since not every network checks a key.
+
+The first transfer over an endpoint needs the peer's help, for UCX wires it up then; so one word is read as soon as the
+peer's state region is known, and nothing else is said to be within reach before that has come back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import anyio
+import numpy as np
+
+from kvlink.errors import (
+    ClosedError,
+    FeatureNotEnabledError,
+    KVLinkError,
+    LinkLostError,
+    ProtocolError,
+    TransportError,
+)
+from kvlink.memory.regions import STATE
+from kvlink.memory.stateregion import WORD_NBYTES
+from kvlink.plan import Extent
+from kvlink.transports.base import Capabilities, Endpoint
+from kvlink.transports.ucx import declarations as ucp
+from kvlink.transports.ucx.cards import unpack_key
+from kvlink.transports.ucx.pieces import cut_pieces
+from kvlink.transports.ucx.registry import Registered
+from kvlink.transports.ucx.requests import Group, Transfer
+from kvlink.transports.ucx.services import Services
+from kvlink.transports.ucx.worker import WorkerEndpoint
+from kvlink.wire import Share
+
+_log = logging.getLogger(__name__)
+
+_MAX_REGIONS: Final = 65536
+_LOCAL_LANES: Final = frozenset({"posix", "sysv", "cma", "self", "knem", "xpmem", "cuda_ipc", "cuda_copy"})
+_COPYING_LANES: Final = frozenset({"posix", "sysv", "self", "tcp"})
+
+
+class RemoteRegion(NamedTuple):
+    """A region of the peer that we can address."""
+
+    address: int
+    nbytes: int
+    rkey: Any
+
+
+class PidfdWatch:
+    """Waits on a pidfd of its own; where there is none, for ever.
+
+    Args:
+        fd: owned from now on.
+    """
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    async def wait(self) -> None:
+        """See `DeathWatch`."""
+        if self._fd is None:
+            await anyio.sleep_forever()
+        else:
+            await anyio.wait_readable(self._fd)
+
+    def close(self) -> None:
+        """See `DeathWatch`."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class UcxEndpoint(Endpoint):
+    """Our half of a link over UCX. Made by `UcxTransport`.
+
+    Args:
+        services: of the cluster: worker, registrations, room for words.
+        connection: of the worker; its endpoint is open, and owned from now on.
+        pidfd: of the peer's process where it is on this host; owned from now on.
+    """
+
+    name = "ucx"
+    immediate_nbytes = -1
+    has_immediate_words = False
+
+    def __init__(self, services: Services, connection: WorkerEndpoint, card: bytes, pidfd: int | None) -> None:
+        self.card = card
+        self.settings = services.worker.context.applied
+        self._services = services
+        self._worker = services.worker
+        self._connection = connection
+        self._pidfd = pidfd
+        self._remote: dict[int, RemoteRegion] = {}
+        self._refused: dict[int, str] = {}
+        self._announced: set[int] = set()
+        self._shared: set[int] = set()
+        self._changed = anyio.Event()
+        self._is_wired = False
+        self._is_closed = False
+        self._closed = anyio.Event()
+        self._post: Callable[[Share], None] | None = None
+        self._lose: Callable[[KVLinkError], None] | None = None
+        self.lanes: tuple[str, ...] = ()
+        self.capabilities = Capabilities(is_one_sided=services.is_one_sided, is_same_host=pidfd is not None)
+        connection.on_failed = self._on_failed
+
+    async def get(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
+        await self._move(extents, nbytes, is_put=False)
+
+    async def put(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
+        await self._move(extents, nbytes, is_put=True)
+
+    async def load_word(self, word: int) -> int:
+        remote = self._remote.get(STATE)
+        if remote is None or self._is_closed or (word + 1) * WORD_NBYTES > remote.nbytes:
+            raise LinkLostError("the link has ended; link again", phase="settle")
+        words = self._services.words
+        place = await words.take()
+        try:
+            transfer = Transfer(
+                self._connection,
+                is_put=False,
+                local=[words.address_of(place)],
+                nbytes=[WORD_NBYTES],
+                remote=[remote.address + word * WORD_NBYTES],
+                groups=[Group(1, words.registered.memh, remote.rkey)],
+                keep=words,
+            )
+            await self._run(transfer, WORD_NBYTES, phase="settle")
+            return words.value(place)
+        finally:
+            words.give_back(place)
+
+    async def reach(self, regions: Collection[int], *, for_writing: bool) -> None:
+        for region in (STATE, *regions):
+            while region not in self._remote or not self._is_wired:
+                self._check_open()
+                if region in self._refused:
+                    raise FeatureNotEnabledError(
+                        f"the peer's memory cannot be reached over UCX: {self._refused[region]}"
+                    )
+                await self._changed.wait()
+
+    def region_nbytes(self, region: int) -> int:
+        remote = self._remote.get(region)
+        return 0 if remote is None else remote.nbytes
+
+    def share(self, regions: Collection[int], *, for_writing: bool) -> None:
+        for region in regions:
+            if region not in self._shared:
+                self._shared.add(region)
+                self._services.registry.register(region, partial(self._announce, region))
+
+    def connect(self, post: Callable[[Share], None], lose: Callable[[KVLinkError], None]) -> None:
+        if self._is_closed:
+            return
+        self._post, self._lose = post, lose
+        self.share((STATE, *self._services.first_regions), for_writing=False)
+        if self._connection.failure != ucp.OK:
+            self._on_failed()
+
+    def take(self, share: Share) -> None:
+        region = share.region
+        if self._is_closed:
+            return
+        if region in self._announced or len(self._announced) >= _MAX_REGIONS:
+            raise ProtocolError(f"region {region} was shared already, or there are too many")
+        if share.nbytes == 0:
+            self._announced.add(region)
+            self._refused[region] = share.reason
+            self._tell()
+            return
+        if share.address + share.nbytes > 2**64:
+            raise ProtocolError(f"region {region} of {share.nbytes} bytes at {share.address:#x} is impossible")
+        key = unpack_key(share.key)
+        self._announced.add(region)
+        self._worker.ask(lambda: self._unpack(share, key))
+
+    def watch_death(self) -> PidfdWatch:
+        return PidfdWatch(None if self._pidfd is None else os.dup(self._pidfd))
+
+    async def aclose(self) -> None:
+        self.abort()
+        with anyio.CancelScope(shield=True):
+            await self._closed.wait()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def abort(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._post = self._lose = None
+        self._remote.clear()
+        self._tell()
+        try:
+            self._worker.close_endpoint(self._connection, self._closed.set)
+        except ClosedError:
+            self._closed.set()
+
+    async def _move(self, extents: Sequence[Extent], nbytes: int, *, is_put: bool) -> None:
+        self._check_open()
+        registry = self._services.registry
+        local: list[int] = []
+        remote: list[int] = []
+        lengths: list[int] = []
+        groups: list[Group] = []
+        keep: list[Registered] = []
+        for pieces in cut_pieces(extents, self._services.longest_nbytes):
+            ours = registry.get(pieces.local_region) or await registry.ensure(pieces.local_region)
+            theirs = self._remote.get(pieces.remote_region)
+            if theirs is None:
+                self._check_open()
+                raise TransportError(f"region {pieces.remote_region} of the peer is not within reach", phase="transfer")
+            for offsets, limit in ((pieces.local, ours.nbytes), (pieces.remote, theirs.nbytes)):
+                if offsets.min() < 0 or (offsets + pieces.nbytes).max() > limit:
+                    raise ValueError(f"a row lies outside its memory of {limit} bytes")
+            local += (pieces.local.astype(np.uint64) + np.uint64(ours.address)).tolist()
+            remote += (pieces.remote.astype(np.uint64) + np.uint64(theirs.address)).tolist()
+            lengths += pieces.nbytes.tolist()
+            groups.append(Group(len(local), ours.memh, theirs.rkey))
+            keep.append(ours)
+        if not groups:
+            return
+        transfer = Transfer(
+            self._connection,
+            is_put=is_put,
+            local=local,
+            nbytes=lengths,
+            remote=remote,
+            groups=groups,
+            keep=keep,
+        )
+        await self._run(transfer, nbytes, phase="transfer")
+
+    async def _run(self, transfer: Transfer, nbytes: int, *, phase: str) -> None:
+        """Wait for a transfer; raise `LinkLostError` where it failed. When cancelled, drain it first."""
+        worker = self._worker
+        done = anyio.Event()
+        try:
+            if nbytes > self._services.inline_nbytes:
+                transfer.finish = done.set
+                worker.submit(transfer)
+            elif worker.try_now(transfer, done.set):
+                done.set()
+        except ClosedError as exc:
+            raise LinkLostError("the link has ended; link again", phase=phase) from exc
+        if not done.is_set():
+            try:
+                await done.wait()
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await self._drain(transfer, done)
+                raise
+        if transfer.status != ucp.OK:
+            error = LinkLostError(self._describe(transfer.status), phase=phase)
+            self._give_up(transfer.status)
+            raise error
+
+    async def _drain(self, transfer: Transfer, done: anyio.Event) -> None:
+        self._worker.stop(transfer)
+        with anyio.move_on_after(self._services.config.drain_s):
+            await done.wait()
+        if not done.is_set():
+            self._lost(
+                LinkLostError(
+                    "a cancelled transfer did not end in time; the link was given up, so that the memory is quiet: "
+                    "link again",
+                    phase="transfer",
+                )
+            )
+            await done.wait()
+
+    def _unpack(self, share: Share, key: bytes) -> None:
+        """In a turn: make a region of the peer addressable."""
+        worker, connection = self._worker, self._connection
+        if connection.ep is None or connection.failure != ucp.OK:
+            return
+        ffi = worker.context.library.ffi
+        rkey = ffi.new("ucp_rkey_h *")
+        status = int(worker.context.library.api.ucp_ep_rkey_unpack(connection.ep, ffi.from_buffer(key), rkey))
+        if status != ucp.OK:
+            reason = f"UCX does not take the key of region {share.region}: {self._describe(status)}"
+            worker.report(lambda: self._take_refusal(share.region, reason))
+            return
+        connection.rkeys.append(rkey[0])
+        region = RemoteRegion(share.address, share.nbytes, rkey[0])
+        worker.report(lambda: self._take_region(share.region, region))
+
+    def _take_region(self, number: int, region: RemoteRegion) -> None:
+        if self._is_closed:
+            return
+        self._remote[number] = region
+        if number == STATE and not self._is_wired:
+            self._wire_up(region)
+        self._tell()
+
+    def _take_refusal(self, number: int, reason: str) -> None:
+        self._refused[number] = reason
+        self._tell()
+
+    def _wire_up(self, state: RemoteRegion) -> None:
+        """Read one word, so that nothing later needs the peer's help."""
+        words = self._services.words
+        transfer = Transfer(
+            self._connection,
+            is_put=False,
+            local=[words.address_of(words.nowhere)],
+            nbytes=[WORD_NBYTES],
+            remote=[state.address],
+            groups=[Group(1, words.registered.memh, state.rkey)],
+            keep=words,
+        )
+        transfer.finish = partial(self._wired, transfer)
+        self._worker.submit(transfer)
+
+    def _wired(self, transfer: Transfer) -> None:
+        if transfer.status != ucp.OK:
+            self._give_up(transfer.status)
+        elif not self._is_closed:
+            self._worker.ask(self._query_lanes)
+
+    def _query_lanes(self) -> None:
+        """In a turn: find out what serves this endpoint."""
+        if self._connection.ep is not None:
+            lanes = self._worker.context.describe_transports(self._connection.ep)
+            self._worker.report(lambda: self._take_lanes(lanes))
+
+    def _take_lanes(self, lanes: tuple[str, ...]) -> None:
+        self.lanes = lanes
+        self.capabilities = Capabilities(
+            is_one_sided=self._services.is_one_sided and not set(lanes) <= _COPYING_LANES,
+            is_same_host=self._pidfd is not None and set(lanes) <= _LOCAL_LANES,
+        )
+        self._is_wired = True
+        self._tell()
+
+    def _announce(self, number: int, registered: Registered | None, reason: str) -> None:
+        """Tell the peer of a region of ours that was registered, or could not be."""
+        if self._post is None:
+            return
+        if registered is None:
+            self._post(Share(region=number, nbytes=0, address=0, key=b"", reason=reason[:1000]))
+        else:
+            self._post(Share(region=number, nbytes=registered.nbytes, address=registered.address, key=registered.key))
+
+    def _on_failed(self) -> None:
+        self._give_up(self._connection.failure)
+
+    def _give_up(self, status: int) -> None:
+        """What UCX has failed to do once over an endpoint it will not do again."""
+        self._lost(LinkLostError(f"{self._describe(status)}; link again", phase="transfer"))
+
+    def _lost(self, error: KVLinkError) -> None:
+        lose = self._lose
+        if lose is not None:
+            lose(error)
+        else:
+            self.abort()
+
+    def _describe(self, status: int) -> str:
+        return f"UCX: {self._worker.context.library.describe_status(status)}"
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise LinkLostError("the link has ended; link again", phase="transfer")

@@ -1,0 +1,173 @@
+"""Which of our memory UCX knows: each region is registered once, and its key is packed once for all peers.
+
+A registration holds the memory until it has been undone, whatever its owner does meanwhile; the pages of a region that
+was forgotten are given up in the next turn of the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from kvlink.errors import ClosedError, FeatureNotEnabledError, LinkError
+from kvlink.memory.regions import LocalMemory, LocalRegion
+from kvlink.transports.ucx import declarations as ucp
+from kvlink.transports.ucx.cards import pack_key
+from kvlink.transports.ucx.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Registered:
+    """A region that UCX knows.
+
+    Args:
+        region: ours; held.
+        address, nbytes: where it lies.
+        handle, memh: UCX's handle, as cffi and as numpy want it.
+        key: what peers need to address it.
+    """
+
+    region: LocalRegion
+    address: int
+    nbytes: int
+    handle: Any
+    memh: int
+    key: bytes
+
+
+class Registry:
+    """The registrations of one worker.
+
+    Args:
+        local: the cluster's regions.
+    """
+
+    def __init__(self, worker: Worker, local: LocalMemory) -> None:
+        self._worker = worker
+        self._local = local
+        self._known: dict[int, Registered] = {}
+        self._waiting: dict[int, list[Callable[[Registered | None, str], None]]] = {}
+        local.watchers.append(self._forget)
+
+    def get(self, number: int) -> Registered | None:
+        """Return a region that is registered already."""
+        return self._known.get(number)
+
+    def register(self, number: int, then: Callable[[Registered | None, str], None]) -> None:
+        """Register a region, unless it is; call `then` on the event loop with it, or with None and the reason."""
+        known = self._known.get(number)
+        if known is not None:
+            then(known, "")
+            return
+        region = self._local.get(number)
+        if region is None:
+            then(None, f"region {number} is not there any more")
+            return
+        waiting = self._waiting.setdefault(number, [])
+        waiting.append(then)
+        if len(waiting) > 1:
+            return
+
+        def map_it() -> None:
+            made, reason = None, ""
+            try:
+                made = self.map(region)
+            except LinkError as exc:
+                reason = str(exc)
+            self._worker.report(lambda: self._settle(number, made, reason))
+
+        try:
+            self._worker.ask(map_it)
+        except ClosedError as exc:
+            self._settle(number, None, str(exc))
+
+    async def ensure(self, number: int) -> Registered:
+        """Return a region of ours, registered.
+
+        Raises:
+            FeatureNotEnabledError: UCX cannot register it.
+        """
+        known = self._known.get(number)
+        if known is not None:
+            return known
+        settled = anyio.Event()
+        outcome: list[tuple[Registered | None, str]] = []
+
+        def then(made: Registered | None, reason: str) -> None:
+            outcome.append((made, reason))
+            settled.set()
+
+        self.register(number, then)
+        await settled.wait()
+        made, reason = outcome[0]
+        if made is None:
+            raise FeatureNotEnabledError(f"our memory cannot be moved over UCX: {reason}")
+        return made
+
+    def map(self, region: LocalRegion) -> Registered:
+        """In a turn: register memory and pack its key.
+
+        Raises:
+            LinkError: UCX refuses.
+        """
+        context = self._worker.context
+        library = context.library
+        ffi, api = library.ffi, library.api
+        params = ffi.new("ucp_mem_map_params_t *")
+        address, nbytes = region.address, region.nbytes
+        params.field_mask = ucp.MAP_ADDRESS | ucp.MAP_LENGTH | ucp.MAP_MEMORY_TYPE
+        params.address, params.length = ffi.cast("void *", address), nbytes
+        params.memory_type = ucp.MEMORY_HOST
+        handle = ffi.new("ucp_mem_h *")
+        library.check(api.ucp_mem_map(context.handle, params, handle), f"registering {nbytes} bytes")
+        buffer, key_nbytes = ffi.new("void **"), ffi.new("size_t *")
+        try:
+            library.check(api.ucp_rkey_pack(context.handle, handle[0], buffer, key_nbytes), "packing a remote key")
+        except LinkError:
+            api.ucp_mem_unmap(context.handle, handle[0])
+            raise
+        key = bytes(ffi.buffer(buffer[0], key_nbytes[0]))
+        api.ucp_rkey_buffer_release(buffer[0])
+        return Registered(region, address, nbytes, handle[0], int(ffi.cast("uintptr_t", handle[0])), pack_key(key))
+
+    def unmap(self, registered: Registered) -> None:
+        """In a turn: undo `map`; nothing of ours is in flight with it any more."""
+        context = self._worker.context
+        context.library.api.ucp_mem_unmap(context.handle, registered.handle)
+
+    async def aclose(self) -> None:
+        """Undo every registration. Idempotent."""
+        with suppress(ValueError):
+            self._local.watchers.remove(self._forget)
+        known, self._known = self._known, {}
+
+        def unmap_all() -> None:
+            for registered in known.values():
+                self.unmap(registered)
+
+        if known:
+            await self._worker.call(unmap_all)
+
+    def _settle(self, number: int, made: Registered | None, reason: str) -> None:
+        waiting = self._waiting.pop(number, [])
+        if made is not None:
+            if self._local.get(number) is made.region:
+                self._known[number] = made
+            else:  # forgotten meanwhile
+                self._drop(made)
+                made, reason = None, f"region {number} is not there any more"
+        for then in waiting:
+            then(made, reason)
+
+    def _forget(self, number: int) -> None:
+        registered = self._known.pop(number, None)
+        if registered is not None:
+            self._drop(registered)
+
+    def _drop(self, registered: Registered) -> None:
+        with suppress(ClosedError):
+            self._worker.ask(lambda: self.unmap(registered))

@@ -1,0 +1,183 @@
+"""Gets and puts as UCX sees them: transfers of many requests, and the slots that the requests live in.
+
+A transfer is thousands of equal calls, so what one call costs in Python is what a block costs. Three things keep it to
+the call itself:
+
+- Requests live in memory of ours, slots side by side, so nothing has to be freed one by one.
+- UCX reports the end of a request by calling a C function with ``(request, status, user data)``. That function is
+  ``memset``, with 1 as user data: it writes the status into the first byte of the request. So the states of a whole row
+  of requests are looked at with one numpy slice, and no Python runs per request.
+- Slots come in rows of `ROW`, and each has its parameters prepared.
+
+Every request has its own status, and every one is looked at: a flush that succeeds says nothing about the gets before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from kvlink.transports.ucx import declarations as ucp
+
+if TYPE_CHECKING:
+    from kvlink.memory.pool import Bytes
+    from kvlink.transports.ucx.context import Context
+    from kvlink.transports.ucx.worker import WorkerEndpoint
+
+ROW: Final = 64
+"""Slots that are taken, filled and looked at together."""
+
+_ALIGNMENT: Final = 64
+_IN_PROGRESS_BYTE: Final = bytes([ucp.IN_PROGRESS])
+
+
+class Group(NamedTuple):
+    """Neighbours in a transfer that have both regions in common: requests up to `stop`."""
+
+    stop: int
+    memh: int
+    rkey: Any
+
+
+class Transfer:
+    """One get or put on its way: addresses and lengths of all its requests, and how far it is.
+
+    Args:
+        endpoint: it goes over.
+        is_put: which way.
+        local, nbytes, remote: addresses and lengths.
+        groups: which of them have which regions, in order.
+        keep: what must stay in place until it has ended.
+    """
+
+    __slots__ = (
+        "endpoint",
+        "finish",
+        "flush",
+        "groups",
+        "has_ended",
+        "is_put",
+        "is_stopped",
+        "keep",
+        "local",
+        "nbytes",
+        "position",
+        "remote",
+        "rows",
+        "status",
+    )
+
+    def __init__(
+        self,
+        endpoint: WorkerEndpoint,
+        *,
+        is_put: bool,
+        local: list[int],
+        nbytes: list[int],
+        remote: list[int],
+        groups: Sequence[Group],
+        keep: object = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.is_put = is_put
+        self.local, self.nbytes, self.remote = local, nbytes, remote
+        self.groups = deque(groups)
+        self.keep = keep
+        self.finish: Callable[[], None] | None = None
+        self.position = 0
+        self.rows: deque[Row] = deque()
+        self.flush: int | None = None
+        self.status = ucp.OK
+        self.is_stopped = False
+        self.has_ended = False
+
+
+class Row(NamedTuple):
+    """A row of slots in use."""
+
+    number: int
+    num: int
+    nbytes: int
+
+
+class Slots:
+    """Memory for all requests of a worker. Whoever has the worker's lock calls it.
+
+    Args:
+        num_requests: at once, rounded down to whole rows.
+    """
+
+    def __init__(self, context: Context, num_requests: int) -> None:
+        ffi, libc = context.library.ffi, context.library.libc
+        self._api = context.library.api
+        num_rows = max(1, num_requests // ROW)
+        stride = -(-(context.request_nbytes + 16) // _ALIGNMENT) * _ALIGNMENT
+        self._memory: Bytes = np.zeros(num_rows * ROW * stride + _ALIGNMENT, np.uint8)
+        # UCX's own part of a request lies in front of what its pointer points to.
+        first = -int(self._memory.ctypes.data) % _ALIGNMENT + stride - 16
+        self._statuses: Bytes = np.ndarray((num_rows, ROW), np.uint8, self._memory, first, (ROW * stride, stride))
+        num_slots = num_rows * ROW
+        self._params_memory = ffi.new("ucp_request_param_t[]", num_slots)
+        self._params = [[self._params_memory + row * ROW + index for index in range(ROW)] for row in range(num_rows)]
+        size = ffi.sizeof("ucp_request_param_t")
+        self._memhs = np.ndarray(
+            (num_rows, ROW),
+            np.uint64,
+            ffi.buffer(self._params_memory),
+            dict(ffi.typeof("ucp_request_param_t").fields)["memh"].offset,
+            (ROW * size, size),
+        )
+        callback = int(ffi.cast("uintptr_t", libc.memset))
+        address = int(self._memory.ctypes.data) + first
+        for index in range(num_slots):
+            param = self._params_memory[index]
+            param.op_attr_mask = ucp.OP_REQUEST | ucp.OP_CALLBACK | ucp.OP_USER_DATA | ucp.OP_MEMORY_TYPE | ucp.OP_MEMH
+            param.request, param.callback, param.user_data = address + index * stride, callback, 1
+            param.memory_type = ucp.MEMORY_HOST
+        self._free = list(range(num_rows))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a row is free."""
+        return bool(self._free)
+
+    def issue(self, transfer: Transfer) -> int:
+        """Put the next row of a transfer's requests on their way; return their bytes."""
+        group = transfer.groups[0]
+        first = transfer.position
+        end = min(first + ROW, group.stop)
+        number = self._free.pop()
+        statuses = self._statuses[number]
+        statuses[: end - first] = ucp.IN_PROGRESS
+        self._memhs[number] = group.memh
+        move = self._api.ucp_put_nbx if transfer.is_put else self._api.ucp_get_nbx
+        ep, rkey, lengths = transfer.endpoint.ep, group.rkey, transfer.nbytes[first:end]
+        answers = [
+            move(ep, local, nbytes, remote, rkey, param)
+            for local, nbytes, remote, param in zip(
+                transfer.local[first:end], lengths, transfer.remote[first:end], self._params[number], strict=False
+            )
+        ]
+        if 0 in answers or max(answers) >= ucp.FIRST_ERROR_POINTER:
+            for index, answer in enumerate(answers):  # done at once, or refused: then UCX calls nobody
+                if answer == 0 or answer >= ucp.FIRST_ERROR_POINTER:
+                    statuses[index] = answer & 0xFF
+        total = sum(lengths)
+        transfer.rows.append(Row(number, end - first, total))
+        transfer.position = end
+        if end == group.stop:
+            transfer.groups.popleft()
+        return total
+
+    def has_ended(self, row: Row) -> bool:
+        """Whether no request of a row is in flight."""
+        return _IN_PROGRESS_BYTE not in self._statuses[row.number, : row.num].tobytes()
+
+    def give_back(self, row: Row) -> int:
+        """Free a row that has ended; return the first status that is an error."""
+        self._free.append(row.number)
+        failed = self._statuses[row.number, : row.num].tobytes().strip(b"\0")
+        return failed[0] - 256 if failed else ucp.OK

@@ -1,0 +1,122 @@
+"""UCX for one cluster: a context, a worker, its thread; what peers need to attach to it.
+
+Attaching: both sides say in their cards which UCX they run and where their worker is. The dialling side compares the
+versions and connects; its own card goes back with its answer, and the accepting side does the same. Nothing of the peer
+is given to UCX before the versions were found to fit. Regions follow over the link itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from kvlink.config import ClusterConfig
+from kvlink.errors import ClosedError, LinkError
+from kvlink.loops import current_call_soon
+from kvlink.memory.regions import HOST_POOL, POOL, STATE, LocalMemory
+from kvlink.transports.base import Endpoint, Offer, Transport
+from kvlink.transports.ucx.cards import Card, Host, check_versions, pack_card, unpack_card
+from kvlink.transports.ucx.context import Context
+from kvlink.transports.ucx.endpoint import UcxEndpoint
+from kvlink.transports.ucx.library import ONE_SIDED
+from kvlink.transports.ucx.registry import Registry
+from kvlink.transports.ucx.services import Services, Words
+from kvlink.transports.ucx.worker import Worker, WorkerEndpoint
+
+
+class UcxTransport(Transport):
+    """Get and put over UCX.
+
+    Args:
+        local: the cluster's regions.
+    """
+
+    name = "ucx"
+
+    def __init__(self, local: LocalMemory, config: ClusterConfig) -> None:
+        self._local = local
+        self._config = config
+        self._services: Services | None = None
+        self._card = b""
+        self._version = (0, 0, 0)
+        self._words: Any = None
+
+    async def start(self, tasks: TaskGroup) -> None:
+        """See `Transport.start`.
+
+        Raises:
+            FeatureNotEnabledError: there is no UCX here that can be used, and what to do about it.
+        """
+        config = self._config.ucx
+        context = await anyio.to_thread.run_sync(Context.create, config)
+        worker = Worker(context, max_requests=config.max_requests, max_inflight_nbytes=config.max_inflight_nbytes)
+        has_thread = config.progress == "thread"
+        worker.start(current_call_soon(), has_thread=has_thread)
+        if not has_thread:
+            tasks.start_soon(worker.run_in_loop)
+        registry = Registry(worker, self._local)
+        try:
+            memory = Words.make_memory()
+            registered = await worker.call(lambda: registry.map(Words.region_of(memory)))
+            self._words = registered
+            first = tuple(number for number in (POOL, HOST_POOL) if number in self._local)
+            for number in (STATE, *first):
+                await registry.ensure(number)
+        except BaseException:
+            worker.close()
+            raise
+        self._version = tuple(context.library.version)  # type: ignore[assignment]
+        self._card = pack_card(Card(self._version, context.address, Host.own()))
+        self._services = Services(
+            worker,
+            registry,
+            Words(memory, registered),
+            config,
+            is_one_sided=context.library.version[:2] >= ONE_SIDED,
+            first_regions=first,
+            longest_nbytes=self._config.chunk_nbytes,
+            inline_nbytes=self._config.inline_nbytes,
+        )
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of UCX that are in force, by their names without ``UCX_``."""
+        return {} if self._services is None else dict(self._services.worker.context.applied)
+
+    def offer(self) -> Offer | None:
+        return None if self._services is None else Offer(self._card)
+
+    async def accept(self, offer: Offer, card: bytes) -> Endpoint:
+        return await self._attach(card)
+
+    def withdraw(self, offer: Offer) -> None:
+        """Nothing was set aside for it."""
+
+    async def dial(self, card: bytes) -> Endpoint:
+        return await self._attach(card)
+
+    async def aclose(self) -> None:
+        services, self._services = self._services, None
+        if services is None:
+            return
+        worker, words = services.worker, self._words
+        await services.registry.aclose()
+        await worker.call(lambda: services.registry.unmap(words))
+        worker.close()
+
+    async def _attach(self, sealed: bytes) -> UcxEndpoint:
+        services = self._services
+        if services is None:
+            raise LinkError("UCX is closed")
+        card = unpack_card(sealed)
+        check_versions(self._version, card.version, allow_mismatch=services.config.allow_version_mismatch)
+        worker, connection = services.worker, WorkerEndpoint()
+        try:
+            await worker.call(partial(worker.open_endpoint, connection, card.address))
+        except ClosedError as exc:
+            raise LinkError("UCX is closed") from exc
+        return UcxEndpoint(services, connection, self._card, card.host.open_pidfd())
