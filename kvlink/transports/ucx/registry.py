@@ -1,7 +1,7 @@
 """Which of our memory UCX knows: each region is registered once, and its key is packed once for all peers.
 
-A registration holds the memory until it has been undone, whatever its owner does meanwhile; the pages of a region that
-was forgotten are given up in the next turn of the worker.
+A registration holds the memory until it has been undone, whatever its owner does meanwhile. That is as soon as the
+region is forgotten, unless the worker is busy for long just then.
 """
 
 from __future__ import annotations
@@ -170,4 +170,4 @@ class Registry:
 
     def _drop(self, registered: Registered) -> None:
         with suppress(ClosedError):
-            self._worker.ask(lambda: self.unmap(registered))
+            self._worker.do(lambda: self.unmap(registered))

@@ -38,6 +38,9 @@ _ASSIST_S: Final = 0.0003
 _LOOP_TURNS_S: Final = 0.001
 """How long a task of the event loop turns the worker before others have their turn."""
 
+_PATIENCE_S: Final = 0.005
+"""How long the event loop waits for a turn to end, for what is better done at once: most turns take far less."""
+
 _JOIN_S: Final = 5.0
 
 
@@ -129,6 +132,17 @@ class Worker:
         self._check_open()
         self._asked.append(function)
         self.context.wake()
+
+    def do(self, function: Callable[[], None]) -> None:
+        """Call `function` before returning, where no turn is in the way for long; else have it called in one."""
+        self._check_open()
+        if self._lock.acquire(timeout=_PATIENCE_S):
+            try:
+                function()
+            finally:
+                self._lock.release()
+        else:
+            self.ask(function)
 
     def report(self, function: Callable[[], None]) -> None:
         """In a turn: have `function` called on the event loop."""
