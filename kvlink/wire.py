@@ -241,11 +241,12 @@ class Filled(Struct, frozen=True, tag="filled"):
 
 
 class EndTicket(Struct, frozen=True, tag="end-ticket"):
-    """Ticket `number` has ended: said by its holder, or by its owner to the holder."""
+    """A ticket has ended: my ticket `number` that you hold (`is_mine`), or yours that I held."""
 
     number: UInt64
     kind: TicketEnding
     cause: Text = ""
+    is_mine: bool = False
 
 
 class LayerEvent(Struct, frozen=True, tag="layer", kw_only=True):

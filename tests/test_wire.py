@@ -132,7 +132,7 @@ FIELDS: Final[dict[type, dict[str, st.SearchStrategy[Any]]]] = {
         "is_write": st.booleans(),
     },
     Filled: {"number": UINT64, "start": UINT32, "stop": UINT32},
-    EndTicket: {"number": UINT64, "kind": st.sampled_from(TicketEnding), "cause": TEXT},
+    EndTicket: {"number": UINT64, "kind": st.sampled_from(TicketEnding), "cause": TEXT, "is_mine": st.booleans()},
     LayerEvent: {
         "push_id": UINT64,
         "cache_id": UINT64,

@@ -285,7 +285,7 @@ class TicketBook:
             self._ended.popitem(last=False)
         if holder is not None:
             if told_by is not holder:
-                holder.post(EndTicket(ticket.number, kind, outcome.cause))
+                holder.post(EndTicket(ticket.number, kind, outcome.cause, is_mine=True))
             if ticket.lease:
                 self._store.leases.quarantine(ticket.lease, holder.peer)
                 holder.post(Recall(ticket.lease))

@@ -6,6 +6,7 @@ tensors are missing, on their way, and in place; the ticket is DONE when nothing
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final
@@ -30,6 +31,10 @@ _TOLD: Final = (TicketEnding.DONE, TicketEnding.FAILED, TicketEnding.DROPPED)
 """Endings that the holder tells the owner; of the others the owner knows."""
 _OWNERS: Final = (TicketEnding.REVOKED, TicketEnding.FAILED, TicketEnding.PEER_LOST)
 """Endings that an owner may tell the holder: none is a success."""
+
+
+_MAX_EARLY: Final = 1024
+"""Ends that came before their tickets; each is waited for by one claim, so there are never many."""
 
 
 class Coverage:
@@ -215,10 +220,14 @@ class HeldTickets:
 
     def __init__(self) -> None:
         self._held: dict[tuple[Link, int], HeldTicket] = {}
+        self._ended_early: OrderedDict[tuple[Link, int], EndTicket] = OrderedDict()
 
     def add(self, link: Link, said: Token, found: Found, grant: WriteGrant | None) -> HeldTicket:
-        """Keep a ticket that has just been claimed."""
+        """Keep a ticket that has just been claimed; it may have ended already."""
         held = self._held[link, said.number] = HeldTicket(link, said, found, grant, self._forget)
+        message = self._ended_early.pop((link, said.number), None)
+        if message is not None:
+            self.take(link, message)
         return held
 
     def get(self, link: Link, number: int) -> HeldTicket | None:
@@ -230,11 +239,18 @@ class HeldTickets:
         held = self._held.get((link, message.number))
         if held is not None:
             held.end(message.kind if message.kind in _OWNERS else TicketEnding.REVOKED, message.cause)
+            return
+        # Whoever claimed it has the answer and has not had a turn yet; or has gone.
+        self._ended_early[link, message.number] = message
+        if len(self._ended_early) > _MAX_EARLY:
+            self._ended_early.popitem(last=False)
 
     def lose(self, link: Link, cause: str) -> None:
         """A link has ended."""
         for held in [held for held in self._held.values() if held.link is link]:
             held.end(TicketEnding.PEER_LOST, cause)
+        for place in [place for place in self._ended_early if place[0] is link]:
+            del self._ended_early[place]
 
     def _forget(self, held: HeldTicket) -> None:
         self._held.pop((held.link, held.number), None)

@@ -85,10 +85,10 @@ class CacheServer:
             self._staging.begin(link, message)
         elif isinstance(message, CloseWrite):
             self._store.leases.close_write(holder, message.lease)
+        elif isinstance(message, EndTicket) and message.is_mine:
+            self._held.take(link, message)
         elif isinstance(message, (Filled, EndTicket)):
             self._tickets.take(link, message)
-            if isinstance(message, EndTicket):
-                self._held.take(link, message)
         elif isinstance(message, LayerEvent):
             handle = self._store.handle(message.cache_id)
             if handle is not None:

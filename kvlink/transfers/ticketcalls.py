@@ -232,6 +232,7 @@ class TicketMover:
         try:
             with anyio.move_on_after(timeout_s):
                 found = await self._ask(link, said)
+                link.check_alive()  # else nobody would ever end it here
                 grant = None
                 if said.is_write:
                     # Kept before anything can fail: only a lease that is known here can be given back.
@@ -242,6 +243,8 @@ class TicketMover:
                 except BaseException as exc:
                     held.end(TicketEnding.FAILED, f"its holder cannot reach its blocks: {exc or type(exc).__name__}")
                     raise
+                if not held.is_live:  # its end overtook us
+                    raise held.ended("look-up")
                 return held
         finally:
             link.end()

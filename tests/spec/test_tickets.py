@@ -16,6 +16,7 @@ import pytest
 
 import kvlink as kv
 from kvlink.tokens import Token, parse_token
+from kvlink.wire import Found
 from tests.spec.harness import D, Held, LayerGate, P, Pair, cluster, hold, linked_pair, stamped
 from tests.spec.harness import link as link_clusters
 from tests.spec.ticketing import owner_in_child
@@ -326,6 +327,60 @@ async def test_one_end_on_both_sides(kind: str, how: End) -> None:
         side.giver.kv_cache_manager.deallocate_cache(side.theirs)
         await ticket.quiet(timeout_s=5)
         await eventually(lambda: used_nbytes(side.giver) == 0, "the memory is free")
+
+
+async def test_tickets_both_ways() -> None:
+    """Two clusters that hold each other's tickets of the same number end them one by one."""
+    async with side_of("read") as side:
+        ours, theirs = side.pair.owner, side.pair.reader
+        given = ours.offer_blocks(side.theirs, [1]), theirs.expect_blocks(side.ours, [2])
+        held = await theirs.hold_ticket(given[0].token), await ours.hold_ticket(given[1].token)
+        assert given[0].number == given[1].number
+        held[0].drop()
+        await side.pair.flush()
+        assert (given[0].is_live, held[0].is_live, given[1].is_live, held[1].is_live) == (False, False, True, True)
+        given[1].revoke()
+        assert {outcome.kind for outcome in await both(given[1], held[1])} == {End.REVOKED}
+
+
+@KINDS
+async def test_revoked_while_it_is_claimed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that overtakes whoever claims, on the heels of the answer, is not missed: the claim fails."""
+    async with side_of(kind) as side:
+        ticket = side.give([3, 1])
+        link = link_to(side.giver, side.user.cluster_id)
+        post = link.post
+
+        def post_and_revoke(message: Any) -> None:
+            post(message)
+            if isinstance(message, Found):
+                ticket.revoke()
+
+        monkeypatch.setattr(link, "post", post_and_revoke)
+        with pytest.raises(kv.TicketError, match="has ended: revoked"):
+            await side.hold(ticket)
+        await ticket.quiet(timeout_s=5)
+        assert (await ticket.outcome(timeout_s=5)).kind is End.REVOKED
+        assert side.theirs.is_quiet()
+
+
+@KINDS
+async def test_lost_while_it_is_claimed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that ends between the answer and its reader fails the claim: nothing is held for ever."""
+    async with side_of(kind) as side:
+        ticket = side.give([3, 1])
+        link = link_to(side.user, side.giver.cluster_id)
+        ask = link.ask
+
+        async def ask_and_lose(question: Any) -> Any:
+            answer = await ask(question)
+            link.lose(kv.LinkLostError("as when the cable is cut"))
+            return answer
+
+        monkeypatch.setattr(link, "ask", ask_and_lose)
+        with pytest.raises(kv.LinkLostError, match="as when the cable is cut"):
+            await side.hold(ticket)
+        assert (await ticket.outcome(timeout_s=5)).kind is End.PEER_LOST
 
 
 @KINDS
