@@ -324,6 +324,7 @@ class Copier:
         """Take no more chunks of a job whose end nobody waits for."""
         with self._condition:
             job.has_no_more = True
+            job.chunks = iter(())  # they hold the memory, and the caller may keep what stops them
             if job in self._jobs:
                 self._jobs.remove(job)
 
