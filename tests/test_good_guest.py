@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -409,6 +410,40 @@ def test_a_forked_child_is_refused_and_the_parent_undisturbed(how: str, tmp_path
     """Every call in the child is a ClosedError; whatever it closes or drops, the parent's links and memory work on."""
     status, output, errors = run_python("-W", "error", "-m", "tests.support.forks", how, f"{tmp_path}/socket")
     assert (status, output, errors) == (0, "ok\n", "")
+
+
+@pytest.mark.parametrize("loop_name", ["asyncio", "uvloop", "trio"])
+async def test_an_interrupt_in_the_middle_of_a_pull_ends_it_and_everything(loop_name: str) -> None:
+    """^C: the program's KeyboardInterrupt, soon, without a word of ours; nothing moves any more; the peer is told."""
+    async with kv.Cluster(cluster_id=1, role=kv.Role.PROMPT, pool="40MiB") as owner:
+        desc = kv.CacheDesc(8, (1024, 4096), "uint8")
+        cache = owner.kv_cache_manager.allocate_blocks_cache(desc, kv.BlocksCacheKey(1))
+        fill(cache.tensors, RUBBISH)
+        process = subprocess.Popen(  # noqa: ASYNC220  # it returns at once
+            [sys.executable, "-W", "error", "-m", "tests.programs.interrupted", loop_name, owner.address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=REPOSITORY,
+            env={**os.environ, **PATHS},
+            start_new_session=True,
+        )
+        with process:
+            try:
+                assert process.stdout is not None
+                assert process.stderr is not None
+                with anyio.fail_after(30):
+                    await anyio.wait_readable(process.stdout)
+                    assert process.stdout.readline() == b"moving\n"
+                    process.send_signal(signal.SIGINT)
+                    await anyio.wait_readable(process.stdout)
+                    said = process.stdout.readline()
+                    assert said == b"quiet\n", said or process.stderr.read()
+                    await eventually(lambda: process.poll() is not None, "the end")
+                assert (process.returncode, process.stderr.read()) == (0, b"")
+            finally:
+                process.kill()
+        await eventually(lambda: not owner.links, "the owner's half gone", within_s=1)
+        owner.kv_cache_manager.deallocate_cache(cache)
 
 
 @asyncio_and_uvloop
