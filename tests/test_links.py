@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import time
 from contextlib import AsyncExitStack
@@ -155,6 +156,9 @@ async def test_of_two_processes_with_one_id_the_second_is_refused() -> None:
                 await second.call("link", clusters=[(1, here.address)])
             assert "cluster 2 is linked already" in str(caught.value)
             assert "alive" in str(caught.value)
+            older = inside.link_to(here, 2).incarnation.hex()[:8]
+            assert re.findall("incarnation ([0-9a-f]{8})", str(caught.value))[0] == older
+            assert len(set(re.findall("incarnation ([0-9a-f]{8})", str(caught.value)))) == 2
             assert await peers_of(first) == [1]
             assert [link.peer for link in here.links] == [2]
             first.kill()

@@ -256,8 +256,9 @@ class LinkTable:
             is_dead = False  # silent, but its process exists: busy or stopped
         if not is_dead:
             raise RefusedError(
-                f"cluster {hello.cluster_id} is linked already from {old.address}, and that process is alive; "
-                "cluster ids must be unique",
+                f"cluster {hello.cluster_id} is linked already from {old.address} (incarnation "
+                f"{old.incarnation.hex()[:8]}), and that process is alive; you are another one (incarnation "
+                f"{hello.incarnation.hex()[:8]}), and cluster ids must be unique",
                 field="cluster id",
             )
 

@@ -58,12 +58,16 @@ async def use() -> None:
     ):
         owned = prompt.kv_cache_manager.allocate_blocks_cache(desc, kv.BlocksCacheKey(1))
         owned.tensors[3][:] = 7
-        (await decoder.link_clusters([kv.ClusterInfo(1, prompt.address)])).raise_for_status()
+        events = decoder.events()
+        (await decoder.link_clusters([kv.ClusterInfo(1, prompt.address)], relink=True)).raise_for_status()
+        assert isinstance(await events.__anext__(), kv.LinkUp)
         manager = decoder.kv_cache_manager
         cache = manager.allocate_blocks_cache(desc)
         blocks = list(range(256))
         await manager.pull_blocks(kv.BlocksCacheKey(1), cache, blocks, blocks)
         assert float(cache.tensors[3].min()) == 7
+        await decoder.notify(1, b"pulled")
+        assert (await prompt.notifications().__anext__()).payload == b"pulled"
         with anyio.move_on_after(0.0005):
             await manager.pull_blocks(kv.BlocksCacheKey(1), cache, blocks, blocks)
         with suppress(kv.NotLinkedError):
