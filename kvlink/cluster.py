@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,8 @@ class Cluster(LinkCalls):
     """One member of a disaggregated deployment: its memory, its links, its KV-cache functions.
 
     An async context manager: the pool is reserved and the listener opened on entry, everything is given back on exit.
-    Several may live in one process. All methods belong to the event loop that entered it.
+    Several may live in one process. All methods belong to the event loop that entered it, and are refused in other
+    threads; the properties may be read anywhere.
 
     Args:
         cluster_id: unique among all that will ever link together, below 2**64.
@@ -132,13 +134,16 @@ class Cluster(LinkCalls):
     @property
     def links(self) -> tuple[Link, ...]:
         """The links there are now, each with its state, transport, reason and statistics."""
-        return tuple(self._open_links())
+        self._check_open()
+        assert self._links is not None
+        return tuple(self._links)
 
     async def __aenter__(self) -> Cluster:
         if self._tasks is not None or self._is_closed:
             raise ClosedError("a Cluster is entered once; make a new one")
         config = self.config
         store = await anyio.to_thread.run_sync(CacheStore.create, self._pool_nbytes, self._host_pool_nbytes, config)
+        store.thread = get_ident()  # it was made in another one
         self._store = store
         self._host = anyio.create_task_group()
         await self._host.__aenter__()
@@ -216,6 +221,8 @@ class Cluster(LinkCalls):
         """
         if os.getpid() != self._pid:
             return  # a forked child: all of this is the parent's, and a goodbye would be said in its name
+        if self._store is not None and not self._is_closed:
+            self._store.check_usable()  # waiting for another thread's loop here would never end
         if self._closing is not None:
             await self._closing.wait()
             return
@@ -285,13 +292,15 @@ class Cluster(LinkCalls):
 
     def _open_links(self) -> LinkTable:
         self._check_open()
+        assert self._store is not None
         assert self._links is not None
+        self._store.check_usable()
         return self._links
 
     def _check_open(self) -> None:
         if self._store is None or self._is_closed:
             raise ClosedError("the cluster is closed, or was not entered: use `async with Cluster(...)`")
-        self._store.check_usable()
+        self._store.check_alive()
 
     def _hello(self) -> Hello:
         return Hello(

@@ -257,7 +257,7 @@ class ProtocolError(KVLinkError):
 
 
 class ClosedError(KVLinkError):
-    """The cluster is closed, was never entered, or belongs to another process (after a fork)."""
+    """The cluster is closed, was never entered, or belongs to another process (after a fork) or another thread."""
 
     default_status = StatusCode.LLM_ENGINE_FINALIZED
 

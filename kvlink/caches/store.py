@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
+from threading import get_ident
 
 from kvlink.caches.kvcache import KvCache
 from kvlink.caches.leases import LeaseBook
@@ -32,6 +33,7 @@ class CacheStore:
         state: the segment of the state words, owned from now on.
 
     Attributes:
+        thread: the one that may use it; whoever hands it to another one sets this.
         mark: ``mark[0]`` is 0 when nothing may be done any more: after `close`, and in a forked child.
     """
 
@@ -52,6 +54,7 @@ class CacheStore:
         self._forgotten: deque[int] = deque()
         self._pid = os.getpid()
         self.mark = make_mark()
+        self.thread = get_ident()
         self._next_movement = 1
         self._is_closed = False
 
@@ -239,7 +242,17 @@ class CacheStore:
         self.table.collect()
 
     def check_usable(self) -> None:
-        """Refuse after the cluster was closed, and in a forked child."""
+        """Refuse after the cluster was closed, in a forked child, and in a thread that is not the event loop's."""
+        if self.mark[0] and self.thread == get_ident():
+            return
+        self.check_alive()
+        raise ClosedError(
+            "this cluster belongs to the event loop of another thread; hand the call over to it, with "
+            "asyncio.run_coroutine_threadsafe or anyio.from_thread.run for example"
+        )
+
+    def check_alive(self) -> None:
+        """Refuse after the cluster was closed and in a forked child; enough for what only looks."""
         if self.mark[0]:
             return
         if self._is_closed:

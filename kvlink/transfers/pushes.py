@@ -8,6 +8,7 @@ it has written is still in the cache that it meant.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from time import perf_counter
 
 import anyio
@@ -275,6 +276,8 @@ class Pusher:
         started = perf_counter()
         store = self._store
         if place is None or cache.store is not store or not store.mark[0] or self._turns.is_due:
+            return None
+        if store.thread != get_ident():  # 0.05 us; the long way says what is wrong
             return None
         entry = cache.live_entry
         source, destination = few_blocks(src_blocks), few_blocks(dst_blocks)
