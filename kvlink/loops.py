@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import anyio
-from anyio.abc import SocketAttribute, UNIXSocketStream
+import anyio.lowlevel
+from anyio.abc import ByteSendStream, SocketAttribute, UNIXSocketStream
 
 CallSoon = Callable[[Callable[[], Any]], Any]
 
@@ -32,3 +34,28 @@ async def until_readable(stream: object) -> None:
         raw = stream.extra(SocketAttribute.raw_socket)
         if raw.fileno() >= 0:  # else `receive` says that it is closed
             await anyio.wait_readable(raw)
+
+
+async def until_writable(stream: object) -> None:
+    """Return when something can be written to `stream`, if it is a Unix socket; see `until_readable`."""
+    if isinstance(stream, UNIXSocketStream):
+        raw = stream.extra(SocketAttribute.raw_socket)
+        if raw.fileno() >= 0:
+            await anyio.wait_writable(raw)
+
+
+async def send_all(stream: ByteSendStream, message: bytes) -> None:
+    """Write `message` as ``stream.send`` does, and raise what that raises; for the reason of `until_readable`."""
+    if not isinstance(stream, UNIXSocketStream):
+        await stream.send(message)
+        return
+    raw = stream.extra(SocketAttribute.raw_socket)
+    left = memoryview(message)
+    await anyio.lowlevel.checkpoint()
+    while left:
+        try:
+            left = left[raw.send(left, socket.MSG_NOSIGNAL) :]
+        except BlockingIOError:
+            await anyio.wait_writable(raw)
+        except OSError as exc:
+            raise (anyio.ClosedResourceError if raw.fileno() < 0 else anyio.BrokenResourceError) from exc

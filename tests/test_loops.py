@@ -10,9 +10,10 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import pytest
 from anyio.abc import SocketAttribute, UNIXSocketStream
 
-from kvlink.loops import until_readable
+from kvlink.loops import send_all, until_readable
 from tests.support.loops import asyncio_and_uvloop, every_loop
 
 
@@ -64,6 +65,60 @@ async def test_a_read_that_is_cancelled_as_bytes_arrive(tmp_path: Path) -> None:
 
     await connected(tmp_path, use)
     assert complaints == []
+
+
+@asyncio_and_uvloop
+async def test_a_write_that_is_cancelled_as_there_is_room(tmp_path: Path) -> None:
+    """As for reads: a write that waits for room and is cancelled as there is some makes no noise."""
+    complaints: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    async def use(ours: UNIXSocketStream, theirs: UNIXSocketStream) -> None:
+        receiver = theirs.extra(SocketAttribute.raw_socket)
+
+        async def write(scope: anyio.CancelScope) -> None:
+            with scope:
+                while True:
+                    await send_all(ours, bytes(1 << 20))
+
+        for num_turns in range(4):
+            scope = anyio.CancelScope()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(write, scope)
+                await anyio.sleep(0.005)
+                with suppress(BlockingIOError):
+                    while receiver.recv(1 << 20):
+                        pass
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                scope.cancel()
+        await anyio.lowlevel.checkpoint()
+
+    await connected(tmp_path, use)
+    assert complaints == []
+
+
+@every_loop
+async def test_send_all_sends_all(tmp_path: Path) -> None:
+    """More than the socket holds arrives whole, and a peer that has hung up is an error."""
+    message = bytes(range(256)) * 20000
+
+    async def use(ours: UNIXSocketStream, theirs: UNIXSocketStream) -> None:
+        received = bytearray()
+
+        async def read() -> None:
+            while len(received) < len(message):
+                received.extend(await theirs.receive())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            await send_all(ours, message)
+        assert received == message
+        await theirs.aclose()
+        with pytest.raises(anyio.BrokenResourceError):
+            await send_all(ours, b"x")
+
+    await connected(tmp_path, use)
 
 
 @every_loop

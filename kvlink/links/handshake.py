@@ -33,7 +33,7 @@ from msgspec import structs
 from kvlink.errors import HandshakeError, LinkError, ProtocolError, StatusCode, error_for
 from kvlink.geometry import Role
 from kvlink.links.seal import Seal, WrongProofError, make_nonce
-from kvlink.loops import until_readable
+from kvlink.loops import send_all, until_readable
 from kvlink.transports.base import Endpoint, Offer, Transport
 from kvlink.wire import PROTOCOL_VERSION, Challenge, FrameDecoder, Hello, Message, Ready, Refuse, Sealed, encode
 
@@ -295,7 +295,7 @@ class _Conversation:
         if self._seal is not None and not isinstance(message, Refuse):
             message = self._seal.close(message)
         try:
-            await self._stream.send(encode(message))
+            await send_all(self._stream, encode(message))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError, ssl.SSLError) as exc:
             raise LinkError(f"{self._whom} hung up during the handshake", phase="hello") from exc
 

@@ -32,7 +32,7 @@ from kvlink.links.grants import WriteGrants
 from kvlink.links.notifications import Notices
 from kvlink.links.pairing import MAX_PAIRINGS, Pairing
 from kvlink.links.state import LinkEvent, LinkState, next_state
-from kvlink.loops import until_readable
+from kvlink.loops import send_all, until_readable
 from kvlink.stats import LinkStats
 from kvlink.wire import (
     Answer,
@@ -402,7 +402,7 @@ class Link:
                     frames = b"".join(self._outbox)
                     self._outbox.clear()
                     self._outbox_nbytes = 0
-                    await self._stream.send(frames)
+                    await send_all(self._stream, frames)
                     self.sent_at = anyio.current_time()
                 self._has_post = anyio.Event()
                 await self._has_post.wait()

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from kvlink.credentials import check_user, peer_of
 from kvlink.errors import ProtocolError
-from kvlink.loops import until_readable
+from kvlink.loops import send_all, until_readable, until_writable
 
 TOKEN_NBYTES: Final = 32
 _LENGTH: Final = struct.Struct(">I")
@@ -64,9 +64,10 @@ class Channel:
         body = _ENCODER.encode(regions)
         frame = _LENGTH.pack(len(body)) + body
         if descriptors:
+            await until_writable(self._stream)
             await self._stream.send_fds(frame, list(descriptors))
         else:
-            await self._stream.send(frame)
+            await send_all(self._stream, frame)
 
     async def receive(self) -> tuple[tuple[SharedRegion, ...], list[int]]:
         """Return the next regions and their descriptors, which the caller then owns.
@@ -97,7 +98,7 @@ class Channel:
 
     async def send_token(self, token: bytes) -> None:
         """Say which handshake this is."""
-        await self._stream.send(token)
+        await send_all(self._stream, token)
 
     async def receive_token(self) -> bytes:
         """Return which handshake the peer says this is."""

@@ -285,10 +285,9 @@ class Worker:
                         await self._cluster.link_clusters([kv.ClusterInfo(number, address)], timeout_s=0.2)
             return
         used, leases = inside.used_nbytes(self._cluster), inside.num_read_leases(self._cluster)
-        if leases or (used and not inside.num_write_leases(self._cluster)):
-            self._journal.accuse(f"{used} bytes of the pool and {leases} read leases do not come back")
-        elif used:
-            self._journal.counts["quarantined at the end"] += 1
+        if used or leases:
+            usage = self._manager.pool_usage()
+            self._journal.accuse(f"{used} bytes of the pool and {leases} read leases do not come back: {usage}")
 
     # Movements
 
