@@ -318,10 +318,12 @@ class TicketBook:
                 self._remind(ticket, now + _PROBE_S)
             else:
                 self.end(ticket, TicketEnding.PEER_LOST, f"nothing was heard from cluster {holder.peer} any more")
-        if len(self._due) > 2 * len(self._live) + 64:  # most of them have ended long ago
+        if not self._live:
+            self._due.clear()
+        elif len(self._due) > 2 * len(self._live) + 64:  # most of them have ended long ago
             self._due = [due for due in self._due if due[1] in self._live]
             heapq.heapify(self._due)
-        return self._due[0][0] if self._live and self._due else None
+        return self._due[0][0] if self._due else None
 
     async def keep_time(self) -> None:
         """Call `expire` whenever there is something to end; sleeps while there are no tickets. Never returns."""

@@ -400,6 +400,16 @@ async def test_expired(kind: str) -> None:
             await side.hold(tickets[0])
 
 
+async def test_expired_after_others_have_ended() -> None:
+    """A ticket expires whatever the tickets before it, all of which have ended, would have waited for."""
+    async with side_of("read") as side:
+        first, second = side.give([1], lease_s=0.03), side.give([2], lease_s=0.1)
+        second.revoke()
+        assert (await first.outcome(timeout_s=5)).kind is End.EXPIRED
+        third = side.give([3], lease_s=0.15)
+        assert (await third.outcome(timeout_s=5)).kind is End.EXPIRED
+
+
 @KINDS
 async def test_closing_the_owner(kind: str) -> None:
     """Closing the cluster that gave tickets ends them: those that nobody holds as revoked."""
