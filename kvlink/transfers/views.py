@@ -120,5 +120,9 @@ async def accept_found(link: Link, found: Found, *, for_writing: bool) -> None:
     link.check_alive()  # else its regions have gone, and what the peer has said looks wrong
     if found.word >= endpoint.region_nbytes(STATE) // WORD_NBYTES:
         raise ProtocolError(f"cluster {link.peer} names state word {found.word}, which it has not", peer=link.peer)
+    if found.slot >= found.geometry.num_slots:
+        raise ProtocolError(
+            f"cluster {link.peer} names slot {found.slot} of a cache with {found.geometry.num_slots}", peer=link.peer
+        )
     limits = {region: endpoint.region_nbytes(region) for region in regions}
     check_geometry(found.geometry, limits, peer=link.peer)
