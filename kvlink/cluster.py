@@ -14,6 +14,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from kvlink.acceptor import Acceptor
 from kvlink.caches.copies import LocalCopier
+from kvlink.caches.opening import open_store
 from kvlink.caches.store import CacheStore
 from kvlink.caches.tickets import TicketBook
 from kvlink.config import ClusterConfig, check_listen, default_listen, parse_nbytes
@@ -142,7 +143,7 @@ class Cluster(LinkCalls):
         if self._tasks is not None or self._is_closed:
             raise ClosedError("a Cluster is entered once; make a new one")
         config = self.config
-        store = await anyio.to_thread.run_sync(CacheStore.create, self._pool_nbytes, self._host_pool_nbytes, config)
+        store = await open_store(self._pool_nbytes, self._host_pool_nbytes, config)
         store.thread = get_ident()  # it was made in another one
         self._store = store
         self._host = anyio.create_task_group()

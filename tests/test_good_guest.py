@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 import kvlink as kv
+from kvlink.caches.store import CacheStore
 from tests.support import inside
 from tests.support.leaks import holdings, new_since
 from tests.support.loops import asyncio_and_uvloop, eventually, every_loop, run_on
@@ -246,14 +247,6 @@ async def nothing_new_since(before: Set[str]) -> None:
         await anyio.sleep(0.01)
 
 
-RARELY_FAILS = pytest.mark.skipif(
-    "KVLINK_STRESS" not in os.environ,
-    reason="set KVLINK_STRESS=1: beside other tests it finds memory of a cancelled opening kept now and then",
-)
-"""Passes alone and in most full runs; what keeps the memory then has not been found."""
-
-
-@RARELY_FAILS
 @every_loop
 async def test_opening_can_be_cancelled_at_any_moment() -> None:
     """Whatever had been reserved by then is given back."""
@@ -268,7 +261,6 @@ async def test_opening_can_be_cancelled_at_any_moment() -> None:
     await nothing_new_since(before)
 
 
-@RARELY_FAILS
 async def test_opening_can_be_cancelled_by_asyncio_at_any_moment() -> None:
     """The same with asyncio's own cancellation, which pays no heed to shields."""
     seed = random.randrange(2**32)
@@ -287,6 +279,44 @@ async def test_opening_can_be_cancelled_by_asyncio_at_any_moment() -> None:
         task.cancel()
         await asyncio.wait([task])
     await nothing_new_since(before)
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+async def test_a_cancelled_opening_keeps_nothing_in_its_task(num_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled by asyncio between the reservation's end and its own turn: not even its task has the memory any more."""
+    loop = asyncio.get_running_loop()
+    create = CacheStore.create
+    gc.collect()
+    before = inside.num_memfd_mappings()
+
+    def cancel(turns: int) -> None:
+        if turns:
+            loop.call_soon(cancel, turns - 1)
+        else:
+            task.cancel()
+
+    def create_and_cancel(*arguments: Any) -> CacheStore:
+        store = create(*arguments)
+        is_held = threading.Event()
+
+        def hold() -> None:
+            is_held.set()
+            time.sleep(0.05)
+
+        loop.call_soon_threadsafe(hold)
+        is_held.wait(10)  # what this thread reports meanwhile, and the cancellation, happen in one turn of the loop
+        loop.call_soon_threadsafe(cancel, num_turns)
+        return store
+
+    async def open_and_close() -> None:
+        async with prompt():
+            await anyio.sleep_forever()
+
+    monkeypatch.setattr(CacheStore, "create", create_and_cancel)
+    task = loop.create_task(open_and_close())
+    await asyncio.wait([task])
+    assert task.cancelled()
+    await eventually(lambda: inside.num_memfd_mappings() <= before, "the memory back", within_s=5)
 
 
 async def test_an_address_that_is_taken_is_an_error_and_leaves_nothing() -> None:
