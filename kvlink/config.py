@@ -147,6 +147,15 @@ class ClusterConfig:
         max_notifications: notifications of all peers that wait for the application; beyond that senders are told that
             this cluster is busy. Each link has at most 32 of them.
         max_clusters_per_call: clusters in one link or unlink call; 16 as in the spec.
+        max_operations_per_link, max_operations: pulls and pushes at a time, to one peer and in all; more wait for their
+            turn, which their deadlines cover. Each holds a lease of its peer's: 256 keep any link busy, and stay far
+            below the leases that a peer gives.
+        max_nbytes_in_flight_per_link, max_nbytes_in_flight: bytes in the hands of transports at a time. An operation
+            counts with its size, at most with what its transport moves at a time: over shared memory, a chunk for each
+            copy thread. What counts with more than the limit runs alone. 256 MiB are 5 ms of the fastest network.
+        max_leases_per_link: read leases that one peer may hold of ours, 8 bytes and 0.5 KB of bookkeeping each; four
+            times what a peer with our own limits needs. More are refused. All peers together get at most half of
+            `max_caches`.
         is_prefaulted: enter the pages of pools, ours and peers', into the page table before they are used. Costs 0.25 s
             per GiB at start; saves up to 1.5 s per GiB at the first use.
         has_huge_pages: make pools of 2 MiB pages, which the host must have set aside (``vm.nr_hugepages``).
@@ -185,6 +194,11 @@ class ClusterConfig:
     max_notification_nbytes: int = 64 * 1024
     max_notifications: int = 4096
     max_clusters_per_call: int = 16
+    max_operations_per_link: int = 256
+    max_operations: int = 2048
+    max_nbytes_in_flight_per_link: int = 256 * 1024 * 1024
+    max_nbytes_in_flight: int = 1024 * 1024 * 1024
+    max_leases_per_link: int = 1024
     is_prefaulted: bool = True
     has_huge_pages: bool = False
     numa_node: int | None = None
@@ -219,6 +233,11 @@ class ClusterConfig:
             ("max_links", 1, 2**20),
             ("max_relinks", 1, 2**20),
             ("max_clusters_per_call", 1, 2**20),
+            ("max_operations_per_link", 1, 2**24),
+            ("max_operations", 1, 2**24),
+            ("max_nbytes_in_flight_per_link", 1, 2**50),
+            ("max_nbytes_in_flight", 1, 2**50),
+            ("max_leases_per_link", 1, 2**24),
         ):
             check_int(name, getattr(self, name), lowest, highest)
         for name in ("is_prefaulted", "has_huge_pages", "allow_unauthenticated"):

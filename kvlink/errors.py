@@ -64,7 +64,8 @@ class KVLinkError(RuntimeError):
     Attributes:
         status: the code; each subclass has its own default.
         peer: the other side's cluster id, where one was involved.
-        phase: ``dial``, ``hello``, ``look-up``, ``transfer``, ``settle`` or ``notify``, where the failure has one.
+        phase: where the failure has one: ``dial``, ``hello``, ``queue``, ``look-up``, ``transfer``, ``settle``,
+            ``notify``.
         report: for a pull or push whose arguments were in order: which blocks are done and which failed, in the
             caller's own numbers. Some are done only where the error is a `PartialTransferError` as well.
     """
@@ -201,6 +202,12 @@ class TransportError(KVLinkError):
     """The transport could not move something, although the link stands; trying again may help."""
 
 
+class LinkBusyError(KVLinkError):
+    """The peer has given us as much as it gives to one peer, or to all together; nothing was moved. Try again later."""
+
+    default_status = StatusCode.LLM_LINK_BUSY
+
+
 class TransferTimeoutError(KVLinkError, TimeoutError):
     """The deadline of a call passed before it was done."""
 
@@ -268,6 +275,7 @@ _BY_STATUS: dict[StatusCode, type[KVLinkError]] = {
     StatusCode.LLM_NOT_YET_LINK: NotLinkedError,
     StatusCode.LLM_LINK_FAILED: LinkError,
     StatusCode.LLM_WAIT_PROCESS_TIMEOUT: TransferTimeoutError,
+    StatusCode.LLM_LINK_BUSY: LinkBusyError,
     StatusCode.LLM_FEATURE_NOT_ENABLED: FeatureNotEnabledError,
     StatusCode.LLM_EXIST_LINK: LinkExistsError,
 }

@@ -77,7 +77,7 @@ class Owner:
         self.words: NDArray[np.uint64] = self._segments[2].memory.view(np.uint64)
         self.table = CacheTable(self.state, self._free)
         self.table.on_ended = self._on_ended
-        self.leases = LeaseBook(self.table, self.state)
+        self.leases = LeaseBook(self.table, self.state, max_reads_per_holder=250)
         self.given: list[ReadLease] = []
         self.ended: list[int] = []
         self.freed: list[int] = []

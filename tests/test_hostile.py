@@ -495,13 +495,13 @@ async def test_a_peer_that_asks_and_never_reads_is_given_up() -> None:
     async with scene() as here:
         with Stranger.dial(here.victim.address) as stranger:
             stranger.link(1)
-            pings = encode(Ping(2**64 - 1)) * 4096
+            questions = encode(LookUp(1, Target("n" * 900, 0))) * 64  # whose answers are as long
             stranger.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
             stranger.sock.settimeout(0.2)
             deadline = time.monotonic() + 10
             with suppress(ConnectionError, TimeoutError):
                 while time.monotonic() < deadline:
-                    stranger.sock.sendall(pings)
+                    stranger.sock.sendall(questions)
             assert time.monotonic() < deadline, "all of it was taken"
             await here.serves_old_link()
 

@@ -32,7 +32,7 @@ LAYERS: Final[dict[int, tuple[str, ...]]] = {
         *("memory", "transports", "acceptor", "listening"),
         *("caches.table", "caches.leases", "caches.store", "caches.kvcache", "caches.arrivals"),
     ),
-    3: ("caches", "transfers.transfer"),
+    3: ("caches",),
     4: ("links", "transfers"),
     5: ("cluster",),
     6: ("cli", "__main__", "doctor", "bench", "benchmarks", "proving", "testing"),

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvlink.caches.table import CacheEntry, CacheTable
+from kvlink.errors import LinkBusyError
 from kvlink.keys import KeyName
 from kvlink.memory.stateregion import StateRegion
 
@@ -55,11 +56,14 @@ class LeaseBook:
     Args:
         table: whose caches they keep.
         state: where the validity of read leases is published.
+        max_reads_per_holder: read leases that one peer gets; all together get half of the state words.
     """
 
-    def __init__(self, table: CacheTable, state: StateRegion) -> None:
+    def __init__(self, table: CacheTable, state: StateRegion, *, max_reads_per_holder: int) -> None:
         self._table = table
         self._state = state
+        self.max_reads_per_holder = max_reads_per_holder
+        self._num_reads_of: dict[bytes, int] = {}
         self._reads: dict[int, ReadLease] = {}
         self._writes: dict[int, WriteLease] = {}
         self._suspects: dict[int, int] = {}
@@ -68,11 +72,26 @@ class LeaseBook:
     def open_read(
         self, holder: bytes, entry: CacheEntry, slot: int, name: KeyName | None, expires_at: float
     ) -> ReadLease:
-        """Give a read lease."""
+        """Give a read lease.
+
+        Raises:
+            LinkBusyError: `holder`, or all together, have as many as they get.
+        """
+        num_held = self._num_reads_of.get(holder, 0)
+        if num_held >= self.max_reads_per_holder:
+            raise LinkBusyError(
+                f"you hold {num_held} read leases already, which is ClusterConfig.max_leases_per_link here; "
+                "have fewer pulls at a time"
+            )
+        if 2 * len(self._reads) >= self._state.capacity:
+            raise LinkBusyError(
+                f"peers hold {len(self._reads)} read leases, half of ClusterConfig.max_caches here; try again later"
+            )
         word, generation = self._state.begin()
         lease = ReadLease(self.new_number(), word, generation, holder, entry, slot, name, expires_at)
         self._table.pin(entry)
         self._reads[lease.number] = lease
+        self._num_reads_of[holder] = num_held + 1
         return lease
 
     def close_read(self, holder: bytes, number: int, tensors: tuple[int, int] | None) -> None:
@@ -81,6 +100,9 @@ class LeaseBook:
         if lease is None or lease.holder != holder:
             return
         del self._reads[number]
+        self._num_reads_of[holder] -= 1
+        if not self._num_reads_of[holder]:
+            del self._num_reads_of[holder]
         if tensors is not None:
             self._table.mark_read(lease.entry, lease.name, lease.slot, *tensors)
         self._state.end(lease.word)

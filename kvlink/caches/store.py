@@ -31,19 +31,20 @@ class CacheStore:
     Args:
         pool, host_pool: segments, owned from now on.
         state: the segment of the state words, owned from now on.
+        max_leases_per_link: read leases that one peer gets.
 
     Attributes:
         thread: the one that may use it; whoever hands it to another one sets this.
         mark: ``mark[0]`` is 0 when nothing may be done any more: after `close`, and in a forked child.
     """
 
-    def __init__(self, pool: Segment, host_pool: Segment | None, state: Segment) -> None:
+    def __init__(self, pool: Segment, host_pool: Segment | None, state: Segment, *, max_leases_per_link: int) -> None:
         self.memory = LocalMemory()
         self.state = StateRegion(state)
         # Elsewhere in every life: a key that names a cache of an earlier life by its id must not find one of this life.
         # Below 2**53, so that ids pass through any JSON.
         self.table = CacheTable(self.state, self._free, first_id=secrets.randbelow(2**32) * 2**20 + 1)
-        self.leases = LeaseBook(self.table, self.state)
+        self.leases = LeaseBook(self.table, self.state, max_reads_per_holder=max_leases_per_link)
         self._pools: dict[Placement, Pool] = {Placement.DEVICE: Pool(pool, POOL)}
         if host_pool is not None:
             self._pools[Placement.HOST] = Pool(host_pool, HOST_POOL)
@@ -82,7 +83,12 @@ class CacheStore:
             for segment in made:
                 segment.close()
             raise
-        return cls(made[1], made[2] if host_pool_nbytes else None, made[0])
+        return cls(
+            made[1],
+            made[2] if host_pool_nbytes else None,
+            made[0],
+            max_leases_per_link=config.max_leases_per_link,
+        )
 
     def allocate(self, desc: CacheDesc, names: Sequence[KeyName | None], *, is_blocks: bool) -> KvCache:
         """Carve a cache from the pool of its placement and bind its keys; all or nothing.

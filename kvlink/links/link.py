@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import anyio
+import anyio.lowlevel
 
 from kvlink.errors import (
     KVLinkError,
@@ -28,6 +29,7 @@ from kvlink.errors import (
     error_for,
 )
 from kvlink.geometry import Role, TensorRun
+from kvlink.links.gates import Gate, Quota
 from kvlink.links.grants import WriteGrants
 from kvlink.links.notifications import Notices
 from kvlink.links.pairing import MAX_PAIRINGS, Pairing
@@ -58,6 +60,9 @@ _log = logging.getLogger(__name__)
 _MAX_QUEUED_NBYTES: Final = 32 * 1024 * 1024
 """A peer that lets this much pile up does not read; the link is given up instead of the memory."""
 
+_MESSAGES_PER_TURN: Final = 64
+"""About 1 ms of look-ups: a piece of 64 KiB would be 20 ms of them."""
+
 _DEATH_GRACE_S: Final = 0.05
 
 MessageHandler = Callable[["Link", Message], Message | None]
@@ -78,6 +83,7 @@ class Link:
         state, stats: where it is in its life, and what went over it.
         views, grants: where the peer's caches lie, and which of them we may write into.
         notices: notifications on their way out, and how many came in.
+        operations, nbytes: how much may be in flight, and who waits for it.
         pairings: what was found to fit together, so that it is checked once; see `Pairing`.
         detour: why transfers with some of the peer's registered memory go through its pool, and what to allow; None
             while none does.
@@ -95,6 +101,8 @@ class Link:
         is_dialled: bool,
         max_frame_nbytes: int,
         close_timeout_s: float,
+        operations: Quota,
+        nbytes: Quota,
         on_message: MessageHandler,
         on_closed: Callable[[Link], None],
     ) -> None:
@@ -115,6 +123,7 @@ class Link:
         self.pairings: dict[tuple[object, ...], Pairing] = {}
         self.detour: str | None = None
         self.unreachable: set[int] = set()
+        self.operations, self.nbytes = Gate(operations, self.gone, self.peer), Gate(nbytes, self.gone, self.peer)
         self.is_orderly = self.is_dismissed = False
         self._has_said_goodbye = False
         self.heard_at = self.sent_at = anyio.current_time()
@@ -283,6 +292,7 @@ class Link:
         if self.state is LinkState.CLOSED:
             return True
         self.state = next_state(self.state, LinkEvent.CLOSE_ASKED)
+        self.operations.close()
         is_told = False
         try:
             with anyio.move_on_after(timeout_s):
@@ -307,6 +317,8 @@ class Link:
             return
         self.error = error
         self.endpoint.abort()
+        self.operations.close()
+        self.nbytes.close()
         for waiting in self._answers.values():
             waiting.settled.set()
         self.notices.close()
@@ -349,6 +361,7 @@ class Link:
                         self.is_orderly = True
                         self.is_dismissed = not message.is_closing
                         self.state = next_state(self.state, LinkEvent.CLOSE_ASKED)
+                        self.operations.close()
                         # Hanging up tells the peer that nothing of ours moves any more, so nothing may.
                         with anyio.move_on_after(self._close_timeout_s):
                             await self._wait_idle()
@@ -357,6 +370,8 @@ class Link:
                             peer=self.peer,
                         )
                     self._take(message)
+                    if stats.messages_received % _MESSAGES_PER_TURN == 0:
+                        await anyio.lowlevel.checkpoint()  # a peer with much to say does not have the loop to itself
                 await until_readable(self._stream)
                 decoder.extend(await self._stream.receive())
                 self.heard_at = anyio.current_time()

@@ -33,6 +33,7 @@ from kvlink.errors import (
 )
 from kvlink.links.connections import connect, hang_up, origin, welcome
 from kvlink.links.events import LinkEvents
+from kvlink.links.gates import Quota
 from kvlink.links.handshake import CROSSED, Greeted, RefusedError, greet_as_acceptor, greet_as_dialler
 from kvlink.links.link import Link, MessageHandler
 from kvlink.links.notifications import NotificationInbox
@@ -93,6 +94,10 @@ class LinkTable:
         self.events = LinkEvents()
         self.relinker = Relinker(self.link, config, tasks)
         self._complaints = Complaints(_log)
+        self._operations = Quota("operations", per_link=config.max_operations_per_link, total=config.max_operations)
+        self._nbytes = Quota(
+            "bytes in flight", per_link=config.max_nbytes_in_flight_per_link, total=config.max_nbytes_in_flight
+        )
 
     def __len__(self) -> int:
         return len(self._links)
@@ -367,6 +372,8 @@ class LinkTable:
             is_dialled=is_dialled,
             max_frame_nbytes=self._config.max_frame_nbytes,
             close_timeout_s=self._config.close_timeout_s,
+            operations=self._operations,
+            nbytes=self._nbytes,
             on_message=self.inbox.on_message,
             on_closed=self._closed,
         )

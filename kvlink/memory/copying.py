@@ -228,6 +228,7 @@ class Copier:
         self.inline_nbytes = inline_nbytes
         self.chunk_nbytes = chunk_nbytes
         self._stream_nbytes = streaming_nbytes()
+        self.window_nbytes = num_threads * chunk_nbytes  # of one copy; longer pieces are for a copy that is alone
         self._num_threads = num_threads
         self._condition = threading.Condition()
         self._jobs: deque[_Job] = deque()

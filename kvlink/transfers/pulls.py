@@ -27,6 +27,7 @@ from kvlink.checks import (
 from kvlink.errors import ParameterError
 from kvlink.geometry import CacheGeometry, select_runs
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
+from kvlink.links.gates import finish, start
 from kvlink.links.link import Link
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
@@ -157,14 +158,15 @@ class Puller:
         if not len(destination):
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
         done = tuple(destination.tolist())
-        link.begin()
         movement = self._store.begin_moving(entry, done)
+        in_turn_s: float | None = None
         try:
+            in_turn_s = await start(link, timeout_s)
             endpoint = link.endpoint
             place = (key.model_id, entry.cache_id, src_layer_range, dst_layer_range, width)
             pairing = link.pairings.get(place)
-            if pairing is None or not await is_current(endpoint, pairing.found, timeout_s=timeout_s, peer=link.peer):
-                found = await find_cache(link, target_of(key), timeout_s)
+            if pairing is None or not await is_current(endpoint, pairing.found, timeout_s=in_turn_s, peer=link.peer):
+                found = await find_cache(link, target_of(key), in_turn_s)
                 pairing = _pair(entry, ours, found, src_layer_range, width)
                 if not link.is_out_of_reach(pairing.remote):
                     link.keep_pairing(place, pairing)
@@ -181,13 +183,14 @@ class Puller:
             else:
                 extents = plan_blocks(local, remote, destination, source, geometry.slot_nbytes)
                 num_extents = len(extents)
-                await get_checked(endpoint, found, extents, nbytes, timeout_s=left_s, peer=link.peer)
+                await get_checked(link, found, extents, nbytes, timeout_s=left_s)
         except BaseException as exc:
             link.failed(exc)
             raise
         finally:
             self._store.end_moving(entry, movement)
-            link.end()
+            if in_turn_s is not None:
+                finish(link)
         stats = link.stats
         stats.pulls += 1
         stats.nbytes_pulled += nbytes
@@ -352,12 +355,13 @@ class Puller:
         is_consuming: bool,
     ) -> TransferReport:
         """Pull one slot: look up with a read lease, plan, get, and give the lease back with what was delivered."""
-        link.begin()
         movement = self._store.begin_moving(entry, moving)
+        in_turn_s: float | None = None
         found: Found | None = None
         delivered: tuple[int, int] | None = None
         try:
-            found = await open_read(link, target, timeout_s)
+            in_turn_s = await start(link, timeout_s)
+            found = await open_read(link, target, in_turn_s)
             theirs, pieces = plan(found)
             nbytes = sum([piece.nbytes for piece in pieces]) * ours.num
             runs = select_runs(entry.geometry.runs, *ours)
@@ -367,7 +371,7 @@ class Puller:
             else:
                 extents = spread(runs, select_runs(found.geometry.runs, *theirs), pieces)
                 num_extents = len(extents)
-                await get_checked(link.endpoint, found, extents, nbytes, timeout_s=left_s, peer=link.peer)
+                await get_checked(link, found, extents, nbytes, timeout_s=left_s)
             link.stats.pulls += 1
             link.stats.nbytes_pulled += nbytes
             if is_consuming:
@@ -379,7 +383,8 @@ class Puller:
             if found is not None:
                 link.post(CloseRead(found.lease, delivered))
             self._store.end_moving(entry, movement)
-            link.end()
+            if in_turn_s is not None:
+                finish(link)
         return TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, tuple(moving))
 
 

@@ -31,6 +31,7 @@ from kvlink.checks import (
 from kvlink.errors import CacheNotFoundError, KVLinkError, ParameterError, ParameterTypeError, TransferTimeoutError
 from kvlink.geometry import TensorRun, select_runs
 from kvlink.keys import BlocksCacheKey, CacheKeyByIdAndIndex
+from kvlink.links.gates import finish, start
 from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
@@ -50,12 +51,28 @@ async def put_checked(
 ) -> None:
     """Put `extents` into the cache of `grant`, then make sure that it is still that cache.
 
+    More than what is moved at once waits for its turn (`kvlink.links.gates`).
+
     Cancellation: ends when nothing is in flight any more; what was to be written is then undefined.
 
     Raises:
         CacheNotFoundError: the cache ended before all of it was written.
         TransferTimeoutError, LinkLostError, TransportError: it ended early; `KVLinkError.interrupted` says with what.
     """
+    if nbytes <= link.endpoint.immediate_nbytes:
+        await _put_checked(link, grant, extents, nbytes, timeout_s=timeout_s)
+        return
+    in_flight = min(nbytes, link.endpoint.window_nbytes)
+    left_s = await link.nbytes.take(in_flight, timeout_s)
+    try:
+        await _put_checked(link, grant, extents, nbytes, timeout_s=left_s)
+    finally:
+        link.nbytes.give(in_flight)
+
+
+async def _put_checked(
+    link: Link, grant: WriteGrant, extents: Sequence[Extent], nbytes: int, *, timeout_s: float
+) -> None:
     found = grant.found
     if grant.is_recalled:
         raise _ended(link, found.cache_id)
@@ -168,11 +185,12 @@ class Pusher:
         if not len(destination):
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
         done, target = tuple(destination.tolist()), cache_of(key)
-        link.begin()
         movement = self._store.begin_moving(entry, source.tolist())
+        in_turn_s: float | None = None
         try:
+            in_turn_s = await start(link, timeout_s)
             place = place_of_push(key, cache, src_layer_range, dst_layer_range, tensor_num_per_layer)
-            pairing = await self._pair(link, key, entry, ours, dst_layer_range, tensor_num_per_layer, place, timeout_s)
+            pairing = await self._pair(link, key, entry, ours, dst_layer_range, tensor_num_per_layer, place, in_turn_s)
             grant = pairing.grant
             assert grant is not None
             found, local, remote, num_tensors, theirs = pairing[:5]
@@ -195,7 +213,8 @@ class Pusher:
             raise
         finally:
             self._store.end_moving(entry, movement)
-            link.end()
+            if in_turn_s is not None:
+                finish(link)
         stats = link.stats
         stats.pushes += 1
         stats.nbytes_pushed += nbytes
@@ -363,10 +382,11 @@ class Pusher:
         timeout_s: float,
         started: float,
     ) -> TransferReport:
-        link.begin()
         movement = self._store.begin_moving(entry, moving)
+        in_turn_s: float | None = None
         try:
-            grant = await open_write(link, target, timeout_s=timeout_s)
+            in_turn_s = await start(link, timeout_s)
+            grant = await open_write(link, target, timeout_s=in_turn_s)
             theirs, pieces = plan(grant)
             check_same_tensors(ours, theirs)
             runs = select_runs(entry.geometry.runs, *ours)
@@ -385,7 +405,8 @@ class Pusher:
             raise
         finally:
             self._store.end_moving(entry, movement)
-            link.end()
+            if in_turn_s is not None:
+                finish(link)
         return TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, tuple(done))
 
     async def _detour(
@@ -407,8 +428,13 @@ class Pusher:
                 await link.endpoint.reach({run.region for run in room.geometry.runs}, for_writing=True)
                 # Slots that are written in part keep the rest: the room begins as what is there.
                 extents = spread(runs, room.geometry.runs, moved)
-                with link.grants.stoppable(scope):
-                    await link.endpoint.put(extents, nbytes)
+                in_flight = min(nbytes, link.endpoint.window_nbytes)
+                await link.nbytes.take(in_flight, timeout_s)
+                try:
+                    with link.grants.stoppable(scope):
+                        await link.endpoint.put(extents, nbytes)
+                finally:
+                    link.nbytes.give(in_flight)
                 await commit(link, room.lease)
             finally:
                 link.post(CloseRead(room.lease))

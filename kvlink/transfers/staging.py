@@ -17,7 +17,14 @@ from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
 from kvlink.caches.table import CacheEntry
 from kvlink.checks import Tensors, check_blocks
-from kvlink.errors import CacheNotFoundError, KVLinkError, ParameterError, ProtocolError, TransferTimeoutError
+from kvlink.errors import (
+    CacheNotFoundError,
+    KVLinkError,
+    ParameterError,
+    ProtocolError,
+    StatusCode,
+    TransferTimeoutError,
+)
 from kvlink.geometry import CacheDesc, DataType, TensorRun, select_runs
 from kvlink.links.link import Link
 from kvlink.plan import Piece, join_blocks, restage, spread
@@ -53,9 +60,16 @@ class StagingServer:
         self._copier = copier
         self._tasks = tasks
         self._rooms: dict[int, _Room] = {}
+        self._num_serving: dict[bytes, int] = {}
 
     def begin(self, link: Link, message: Stage | Commit) -> None:
-        """Serve a message in a task of its own, which answers it."""
+        """Serve a message in a task of its own, which answers it; refuse a peer that asks for ever more at a time."""
+        holder, most = link.incarnation, self._store.leases.max_reads_per_holder
+        num_serving = self._num_serving.get(holder, 0)
+        if num_serving >= most:
+            link.post(Failed(message.seq, StatusCode.LLM_LINK_BUSY, f"{num_serving} detours at a time are too many"))
+            return
+        self._num_serving[holder] = num_serving + 1
         self._tasks.start_soon(self._serve, link, message)
 
     def close(self, holder: bytes, lease: int) -> None:
@@ -77,6 +91,10 @@ class StagingServer:
             answer = await (self._stage(link, message) if isinstance(message, Stage) else self._commit(link, message))
         except KVLinkError as exc:
             answer = Failed(message.seq, exc.status, str(exc)[:1000])
+        finally:
+            self._num_serving[link.incarnation] -= 1
+            if not self._num_serving[link.incarnation]:
+                del self._num_serving[link.incarnation]
         link.post(answer)
 
     async def _stage(self, link: Link, message: Stage) -> Found:
@@ -172,7 +190,7 @@ async def get_by_detour(
         room = await stage(link, target, slots, theirs, is_write=False)
         try:
             extents = spread(runs, room.geometry.runs, moved)
-            await get_checked(link.endpoint, room, extents, nbytes, timeout_s=timeout_s, peer=link.peer)
+            await get_checked(link, room, extents, nbytes, timeout_s=timeout_s)
         finally:
             link.post(CloseRead(room.lease))
     if scope.cancelled_caught:

@@ -38,6 +38,7 @@ from kvlink.errors import (
     TransferTimeoutError,
 )
 from kvlink.geometry import select_runs
+from kvlink.links.gates import finish, start
 from kvlink.links.link import Link
 from kvlink.links.table import LinkTable
 from kvlink.plan import Extent, Piece, join_blocks, spread
@@ -185,9 +186,10 @@ class TicketMover:
         extents = spread(runs, their_runs, pieces)
         target = Target("id", held.found.cache_id)
         detour = partial(get_by_detour, link, target, held.found, runs, theirs, pieces, nbytes)
-        link.begin()
         movement = self._store.begin_moving(entry, local)
+        in_turn_s: float | None = None
         try:
+            in_turn_s = await start(link, timeout_s)
             left_s = timeout_s - (perf_counter() - started)
             await move_under(held, theirs, places, extents, nbytes, left_s, None if is_write else detour)
         except BaseException as exc:
@@ -195,7 +197,8 @@ class TicketMover:
             raise
         finally:
             self._store.end_moving(entry, movement)
-            link.end()
+            if in_turn_s is not None:
+                finish(link)
         if is_write:
             link.stats.pushes += 1
             link.stats.nbytes_pushed += nbytes
@@ -304,7 +307,7 @@ async def move_under(
         elif held.grant is not None:
             await put_checked(link, held.grant, extents, nbytes, timeout_s=timeout_s)
         else:
-            await get_checked(link.endpoint, found, extents, nbytes, timeout_s=timeout_s, peer=link.peer)
+            await get_checked(link, found, extents, nbytes, timeout_s=timeout_s)
         is_placed = True
     except TicketError:
         raise

@@ -10,6 +10,7 @@ from typing import Final
 import anyio
 
 from kvlink.errors import CacheNotFoundError, KVLinkError, LinkLostError, TransferTimeoutError, TransportError
+from kvlink.links.link import Link
 from kvlink.plan import Extent, total_nbytes
 from kvlink.report import Interrupted
 from kvlink.transports.base import Endpoint
@@ -74,10 +75,10 @@ async def vouch(
     error.interrupted = Interrupted(missing, len(extents), landed, endpoint.name, perf_counter() - started)
 
 
-async def get_checked(
-    endpoint: Endpoint, found: Found, extents: Sequence[Extent], nbytes: int, *, timeout_s: float, peer: int
-) -> None:
+async def get_checked(link: Link, found: Found, extents: Sequence[Extent], nbytes: int, *, timeout_s: float) -> None:
     """Get `extents` of the cache that `found` describes, then make sure that it was valid all the while.
+
+    More than what is moved at once waits for its turn (`kvlink.links.gates`).
 
     Cancellation: ends when nothing is in flight any more; the destination's contents are then undefined.
 
@@ -85,6 +86,21 @@ async def get_checked(
         CacheNotFoundError: the cache ended before all of it was read; the destination's contents are worthless.
         TransferTimeoutError, LinkLostError, TransportError: it ended early; `KVLinkError.interrupted` says with what.
     """
+    endpoint = link.endpoint
+    if nbytes <= endpoint.immediate_nbytes:
+        await _get_checked(endpoint, found, extents, nbytes, timeout_s=timeout_s, peer=link.peer)
+        return
+    in_flight = min(nbytes, endpoint.window_nbytes)
+    left_s = await link.nbytes.take(in_flight, timeout_s)
+    try:
+        await _get_checked(endpoint, found, extents, nbytes, timeout_s=left_s, peer=link.peer)
+    finally:
+        link.nbytes.give(in_flight)
+
+
+async def _get_checked(
+    endpoint: Endpoint, found: Found, extents: Sequence[Extent], nbytes: int, *, timeout_s: float, peer: int
+) -> None:
     if nbytes <= endpoint.immediate_nbytes:
         await endpoint.get(extents, nbytes)
     else:

@@ -71,7 +71,9 @@ class Endpoint(ABC):
     """A get or put of at most this size never waits, so it needs no deadline."""
     settings: Mapping[str, str] = MappingProxyType({})
     """What is in force of the transport's own settings, to be read."""
-
+    window_nbytes: int = 2**62
+    """How much of one get or put is in the hands of threads or hardware at a time, at most, while there are others too;
+    unbounded by default."""
     card: bytes = b""
     """What the accepting side needs to know of a dialler; travels to its `Transport.accept`."""
 

@@ -71,6 +71,7 @@ class ShmEndpoint(Endpoint):
         self._is_prefaulted = config.is_prefaulted
         self._copier = copier
         self.immediate_nbytes = copier.inline_nbytes
+        self.window_nbytes = copier.window_nbytes
         self._channel = channel
         self._segments: dict[int, Segment] = {}
         self._remote: dict[int, Bytes] = {}
