@@ -283,7 +283,7 @@ async def test_opening_can_be_cancelled_by_asyncio_at_any_moment() -> None:
 
 @pytest.mark.parametrize("num_turns", range(4))
 async def test_a_cancelled_opening_keeps_nothing_in_its_task(num_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancelled by asyncio between the reservation's end and its own turn: not even its task has the memory any more."""
+    """Cancelled by asyncio between the end of the reservation and its own turn: not even its task has the memory."""
     loop = asyncio.get_running_loop()
     create = CacheStore.create
     gc.collect()
