@@ -502,7 +502,8 @@ class Worker:
         if scope.cancelled_caught:
             outcome, result = "cancelled", None
             took_s = anyio.current_time() - cancelled_at
-            if num_stops == self._num_stops:  # else it was the process that stood still
+            # Opening and closing clusters takes its time; and a process that stood still took it all.
+            if operation.startswith("pu") and num_stops == self._num_stops:
                 self._journal.slowest_cancel_s = max(self._journal.slowest_cancel_s, took_s)
             self._journal.counts["cancellations"] += 1
         self._journal.note(operation, outcome, f"cluster {peer}")
