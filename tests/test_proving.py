@@ -102,6 +102,25 @@ def test_the_death_of_the_prover_is_in_the_report() -> None:
     assert "Not proved over ucx" in report.render()
 
 
+# What carried the bytes: the transport, UCX's lanes, and what the verdict must say, and must not.
+VERDICTS: Final = {
+    "shm": ("shm", [], "over shared memory. That proves the checks, and nothing about RDMA"),
+    "one host": ("ucx", ["posix", "cma"], "over ucx (posix, cma). That proves the checks, and nothing about RDMA"),
+    "tcp": ("ucx", ["tcp"], "over ucx (tcp). That proves the checks, and nothing about RDMA"),
+    "RDMA": ("ucx", ["rc_mlx5", "cma"], "Proved over RDMA: everything passed over UCX's rc_mlx5."),
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_the_verdict_claims_what_carried_the_bytes(case: str) -> None:
+    """RDMA is proved where UCX's lanes are RDMA's, and nowhere else."""
+    transport, lanes, words = VERDICTS[case]
+    report = Report()
+    report.take({"kind": "carrier", "transport": transport, "reason": "asked for", "lanes": lanes})
+    report.take({"kind": "outcome", "name": "link", "state": "passed", "found": "linked", "rows": []})
+    assert words in report.verdict()
+
+
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """An address that the other machine cannot use, and one that is none, end with status 2 and the reason."""
     for arguments, words in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -16,11 +17,13 @@ import kvlink as kv
 from tests.support.loops import until
 from tests.support.netns import Cable, FarHost, SlowCable, laid, two_hosts, why_no_slow_cable, why_not
 from tests.support.peer import Peer, spawn_peer
+from tests.support.ucx import missing, need_ucx
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(bool(why_not()), reason=why_not() or "nothing")]
 slow_cable = pytest.mark.skipif(bool(why_no_slow_cable()), reason=why_no_slow_cable() or "nothing")
 
 LIVENESS_S: Final = 1.0
+COMMON: Final = {"liveness_s": LIVENESS_S, "secret": "whoever knows this may link"}
 NUM_TENSORS: Final = 4
 SHAPE: Final = [16, 4096]
 BLOCKS: Final = list(range(16))
@@ -28,7 +31,7 @@ BLOCKS: Final = list(range(16))
 
 @dataclass(frozen=True)
 class Carrier:
-    """What moves bytes between the hosts: how its peers are run."""
+    """What moves bytes between the hosts: how its peers are run. They share a secret, as hosts of a network must."""
 
     program: str
     config: dict[str, Any]
@@ -42,11 +45,22 @@ def hosts() -> Iterator[tuple[FarHost, FarHost]]:
         yield made
 
 
-@pytest.fixture(params=["borrowed memory"])
+@pytest.fixture(params=["borrowed memory", "ucx"])
 def carrier(request: pytest.FixtureRequest) -> Iterator[Carrier]:
-    """Name what moves the bytes: memory that the two have in common, since they are one machine after all."""
+    """Name what moves the bytes.
+
+    UCX over TCP; or memory that the two have in common, since they are one machine after all.
+    """
+    if request.param != "ucx" and not missing() and "KVLINK_STRESS" not in os.environ:
+        pytest.skip("UCX carries these tests here; KVLINK_STRESS=1 runs them this way too")
+    if request.param == "ucx":
+        need_ucx()
+        # Two namespaces look like one host to UCX, so it must be kept from everything but the cable.
+        ucx = {"transports": ["tcp"], "allow_tcp": True, "devices": ["cable"]}
+        yield Carrier("tests.support.actor", {**COMMON, "transports": ["ucx"], "ucx": ucx}, {})
+        return
     folder = tempfile.mkdtemp(prefix="kvlink-", dir="/tmp")  # a short name: socket paths have 107 bytes
-    yield Carrier("tests.programs.far_actor", {"liveness_s": LIVENESS_S}, {"KVLINK_TEST_FOLDER": folder})
+    yield Carrier("tests.programs.far_actor", COMMON, {"KVLINK_TEST_FOLDER": folder})
     shutil.rmtree(folder)
 
 
@@ -77,14 +91,22 @@ async def link(owner: Peer, puller: Peer, *, timeout_s: float = 5.0) -> None:
     await puller.call("link", clusters=[(1, owner.address)], timeout_s=timeout_s)
 
 
-async def expect_pull(owner: Peer, puller: Peer) -> None:
-    """Pull everything, and check every byte."""
+async def expect_moves(owner: Peer, puller: Peer) -> None:
+    """Pull everything, push some of it back, other bytes in it, and check every byte."""
     await puller.call("fill", cache=1, stamp=[250, 250, 65000])
     report = await puller.call(
         "pull_blocks", peer=1, model_id=0, cache=1, src_blocks=BLOCKS, dst_blocks=BLOCKS, timeout_s=10.0
     )
     assert report["nbytes"] == NUM_TENSORS * 16 * 4096
     assert await puller.call("faults", cache=1, stamp=list(owner.stamp(1))) is None
+    there = await owner.call("cache_id", cache=1)
+    new, old = list(puller.stamp(7)), list(owner.stamp(1))
+    await puller.call("fill", cache=1, stamp=new)
+    pushed = await puller.call("push_by_id", peer=1, cache_id=there, cache=1, blocks=BLOCKS[:4], timeout_s=10.0)
+    assert pushed == NUM_TENSORS * 4 * 4096
+    assert await owner.call("faults", cache=1, stamp=new, blocks=BLOCKS[:4]) is None
+    assert await owner.call("faults", cache=1, stamp=old, blocks=BLOCKS[4:]) is None
+    await owner.call("fill", cache=1)
 
 
 async def lost(peer: Peer) -> float:
@@ -96,7 +118,7 @@ async def lost(peer: Peer) -> float:
 
 async def test_shared_memory_ends_at_the_host(hosts: tuple[FarHost, FarHost]) -> None:
     """With shared memory alone, hosts cannot be linked: both sides fail at once and say which transport and why."""
-    nothing = Carrier("tests.support.actor", {}, {})
+    nothing = Carrier("tests.support.actor", COMMON, {})
     with laid(Cable(*hosts)):
         async with owner_and_puller(hosts, nothing) as (owner, puller):
             with pytest.raises(kv.HandshakeError, match="not on this host") as caught:
@@ -113,7 +135,7 @@ async def test_a_cut_cable_is_noticed_and_a_host_that_returns_links_again(
     with laid(Cable(*hosts)) as cable:
         async with owner_and_puller(hosts, carrier) as (owner, puller):
             await link(owner, puller)
-            await expect_pull(owner, puller)
+            await expect_moves(owner, puller)
             cable.cut()
             assert await lost(puller) < 2 * LIVENESS_S
             assert await lost(owner) < LIVENESS_S
@@ -126,7 +148,7 @@ async def test_a_cut_cable_is_noticed_and_a_host_that_returns_links_again(
             assert time.monotonic() - started < 2.0
             cable.mend()
             await link(owner, puller)
-            await expect_pull(owner, puller)
+            await expect_moves(owner, puller)
 
 
 @slow_cable
@@ -146,7 +168,7 @@ async def test_a_cut_that_no_interface_reports(hosts: tuple[FarHost, FarHost], c
             await lost(owner)
             cable.mend()
             await link(owner, puller)
-            await expect_pull(owner, puller)
+            await expect_moves(owner, puller)
 
 
 @slow_cable
@@ -156,7 +178,7 @@ async def test_delay_and_loss_change_nothing_but_time(hosts: tuple[FarHost, FarH
         async with owner_and_puller(hosts, carrier, config={"liveness_s": 5.0}) as (owner, puller):
             for _ in range(2):
                 await link(owner, puller, timeout_s=10.0)
-                await expect_pull(owner, puller)
+                await expect_moves(owner, puller)
                 assert await puller.call("unlink", clusters=[1], timeout_s=5.0) == ["LLM_SUCCESS"]
             await link(owner, puller, timeout_s=10.0)
             cable.cut()
@@ -165,7 +187,7 @@ async def test_delay_and_loss_change_nothing_but_time(hosts: tuple[FarHost, FarH
                     "pull_blocks", peer=1, model_id=0, cache=1, src_blocks=[0], dst_blocks=[0], timeout_s=0.3
                 )
             cable.mend()
-            await expect_pull(owner, puller)
+            await expect_moves(owner, puller)
             assert [entry["state"] for entry in await puller.call("links")] == ["open"]
         assert isinstance(cable, SlowCable)
         assert cable.num_lost > 0
@@ -191,7 +213,7 @@ async def test_a_host_that_crashes_is_lost_and_its_successor_is_welcome(
                 async with spawn_peer(1, listen=address, inside=near.inside, life=life, **common) as owner:
                     await owner.call("allocate_blocks", num_tensors=NUM_TENSORS, shape=SHAPE, model_id=0)
                     await link(owner, puller)
-                    await expect_pull(owner, puller)
+                    await expect_moves(owner, puller)
                     if life == 1:
                         cable.cut()
                         owner.kill()

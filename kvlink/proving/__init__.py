@@ -9,7 +9,7 @@ machine serves and the other one proves::
 Processes: `server` (A) starts *targets*, each with a cluster, and stops and kills them when it is asked to; it moves no
 bytes itself. `command` (B) starts the *prover*, which links to the targets and runs `checks`: whatever happens to the
 prover's process, a crash inside a C library for one, is in the report. Both sides take their `ClusterConfig` from the
-environment (``KVLINK_*``), as other programs of kvlink do.
+environment (``KVLINK_*``), as other programs of kvlink do; where that has no secret, the key makes one.
 
 What was proved is said by what carried the bytes, see `report`: over shared memory the same checks prove that the
 checks work, and nothing about RDMA.

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    key = arguments.key or secrets.token_hex(8)
+    key = arguments.key or secrets.token_hex(16)
 
     def say(text: str) -> None:
         print(text, flush=True)

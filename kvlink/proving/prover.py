@@ -15,13 +15,13 @@ import anyio
 
 from kvlink.benchmarks.accounting import machine
 from kvlink.cluster import Cluster
-from kvlink.config import ClusterConfig
 from kvlink.doctor.command import examine
 from kvlink.geometry import Role
 from kvlink.proving import bandwidth, checks
 from kvlink.proving.checks import OURS, STEADY, Outcome, Scene, run_step
 from kvlink.proving.far import FarError, connect
 from kvlink.proving.layout import pool_nbytes
+from kvlink.proving.target import config_with
 
 
 async def _prove(settings: dict[str, Any]) -> None:
@@ -30,7 +30,7 @@ async def _prove(settings: dict[str, Any]) -> None:
         _emit("starting", name="both sides")
         theirs = await far.about()
         size_nbytes = int(theirs["size_nbytes"])
-        config = ClusterConfig.from_environ()
+        config = config_with(settings["key"])
         _emit(
             "about",
             here={"machine": machine(), "doctor": examine().as_json()},
@@ -68,7 +68,8 @@ async def _run_all(scene: Scene, settings: dict[str, Any], *, is_linked: bool) -
 def _carrier(here: Cluster) -> dict[str, Any]:
     """Return what carries the link to the steady target."""
     link = next(link for link in here.links if link.peer == STEADY)
-    return {"transport": link.transport, "reason": link.reason}
+    lanes = list(getattr(link.endpoint, "lanes", ()))
+    return {"transport": link.transport, "reason": link.reason, "lanes": lanes}
 
 
 def _emit_outcome(outcome: Outcome) -> None:

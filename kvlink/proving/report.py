@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+RDMA_LANES: Final = ("rc", "dc", "ud", "srd", "gga")
+"""How UCX's names of transports over RDMA devices begin."""
+
 MARKS: Final = {"passed": "passed", "failed": "**FAILED**", "skipped": "skipped"}
 
 
@@ -56,12 +59,15 @@ class Report:
         over = self.carrier["transport"]
         if not self.has_passed:
             return f"Not proved over {over}: see the steps that failed."
-        if over == "shm":
-            return (
-                "Everything passed over shared memory. That proves the checks, and nothing about RDMA: "
-                "run the two sides on two machines that have it."
-            )
-        return f"Everything passed over {over}: {self.carrier['reason']}."
+        lanes = self.carrier.get("lanes", [])
+        fabric = [lane for lane in lanes if lane.startswith(RDMA_LANES)]
+        if fabric:
+            return f"Proved over RDMA: everything passed over UCX's {', '.join(fabric)}."
+        by = f"{over} ({', '.join(lanes)})" if lanes else "shared memory" if over == "shm" else over
+        return (
+            f"Everything passed over {by}. That proves the checks, and nothing about RDMA: "
+            "run the two sides on two machines that have it."
+        )
 
     def render(self) -> str:
         """Return the report."""

@@ -67,7 +67,7 @@ async def serve(
             except (TimeoutError, ValueError, anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead):
                 return
             async with turn:
-                session = _Session(address.host, size_nbytes)
+                session = _Session(address.host, size_nbytes, key)
                 try:
                     say("a prover is here")
                     await session.converse(stream, lines)
@@ -99,8 +99,9 @@ async def receive_line(lines: BufferedByteReceiveStream) -> Any:
 class _Session:
     """One conversation and the targets that were started in it. Each public name in `_CALLS` is a request."""
 
-    def __init__(self, host: str, size_nbytes: int) -> None:
+    def __init__(self, host: str, size_nbytes: int, key: str) -> None:
         self._host = host
+        self._key = key
         self._size_nbytes = size_nbytes
         self._targets: dict[int, subprocess.Popen[str]] = {}
 
@@ -151,15 +152,19 @@ class _Session:
             "writer": writer,
             "host": self._host,
             "size_nbytes": self._size_nbytes,
+            "key": self._key,
         }
         target = subprocess.Popen(
-            [sys.executable, "-m", "kvlink.proving.target", json.dumps(settings)],
+            [sys.executable, "-m", "kvlink.proving.target"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)},
         )
         self._targets[cluster_id] = target
+        assert target.stdin is not None
+        target.stdin.write(json.dumps(settings) + "\n")
+        target.stdin.flush()
         return _listen_to(target)
 
     def _stop(self, request: Request) -> None:

@@ -1,12 +1,15 @@
 """A target: a process with one cluster whose memory is read and written. Started by `kvlink.proving.server`.
 
-It obeys lines of JSON on standard input, answers each with one on standard output, and ends with its input.
+It obeys lines of JSON on standard input, the first of which are its settings, answers each with one on standard output,
+and ends with its input.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -21,6 +24,14 @@ from kvlink.proving.layout import BLOCK_NBYTES, desc_of, pool_nbytes
 from kvlink.proving.pattern import count_wrong, fill
 
 
+def config_with(key: str) -> ClusterConfig:
+    """Return the settings of the environment; where they have no secret, `key` makes one that both sides know."""
+    config = ClusterConfig.from_environ()
+    if config.has_authentication:
+        return config
+    return replace(config, secret=hashlib.sha256(key.encode()).digest())
+
+
 async def _serve(settings: dict[str, Any]) -> None:
     size_nbytes, writer = int(settings["size_nbytes"]), int(settings["writer"])
     async with Cluster(
@@ -28,7 +39,7 @@ async def _serve(settings: dict[str, Any]) -> None:
         role=Role.MIX,
         pool=pool_nbytes(size_nbytes),
         listen=f"{settings['host']}:0",
-        config=ClusterConfig.from_environ(),
+        config=config_with(settings["key"]),
     ) as cluster:
         caches: list[KvCache] = []
         for number, block_nbytes in enumerate(BLOCK_NBYTES):
@@ -49,4 +60,4 @@ def _answer(answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(_serve, json.loads(sys.argv[1]))
+    anyio.run(_serve, json.loads(sys.stdin.readline()))

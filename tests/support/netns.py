@@ -13,7 +13,7 @@ crosses from one to the other goes over the cable, which a test can cut and mend
     Revisit when: a test needs more than some 20,000 packets a second.
 
 A namespace lives as long as a descriptor of it is open, so that a test that is killed leaves nothing behind. Root is
-needed, and ``ip`` and ``nsenter``; `why_not` says what is missing.
+needed, and ``ip``, ``nsenter`` and ``unshare``; `why_not` says what is missing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 def why_not() -> str:
     """Say what this machine lacks for two hosts; empty where it lacks nothing."""
-    missing = [program for program in ("ip", "nsenter") if shutil.which(program) is None]
+    missing = [program for program in ("ip", "nsenter", "unshare") if shutil.which(program) is None]
     if missing:
         return f"needs {' and '.join(missing)} (iproute2, util-linux)"
     if os.geteuid() != 0:
@@ -75,7 +75,10 @@ class FarHost:
     def __init__(self, address: str) -> None:
         self.address = address
         self._fd = _run_apart(_make_namespace)
-        self.inside = ("nsenter", f"--net={self.path}")
+        self._enter = ("nsenter", f"--net={self.path}")
+        # /sys shows the interfaces of whoever mounted it, and UCX looks there: so each program gets a /sys of its own.
+        mount = 'mount -t sysfs sysfs /sys && exec "$@"'
+        self.inside = (*self._enter, "unshare", "--mount", "sh", "-c", mount, "sh")
         self.ip("link", "set", "lo", "up")
 
     @property
@@ -85,7 +88,7 @@ class FarHost:
 
     def ip(self, *arguments: str) -> None:
         """Run ``ip`` in it."""
-        done = subprocess.run([*self.inside, "ip", *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run([*self._enter, "ip", *arguments], capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
 
     def enter(self) -> None:

@@ -109,7 +109,8 @@ class UcxEndpoint(Endpoint):
         self._post: Callable[[Share], None] | None = None
         self._lose: Callable[[KVLinkError], None] | None = None
         self.lanes: tuple[str, ...] = ()
-        self.capabilities = Capabilities(is_one_sided=services.is_one_sided, is_same_host=pidfd is not None)
+        # What serves the link is known once it has been used; until then its silence counts, as that of another host.
+        self.capabilities = Capabilities(is_one_sided=services.is_one_sided, is_same_host=False)
         connection.on_failed = self._on_failed
 
     async def get(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
