@@ -77,10 +77,13 @@ def host_of(root: Path, *layers: Mapping[str, str], without: str = "nothing") ->
     return Host(root)
 
 
-def diagnose(host: Host | None = None, **answers: Answer) -> Diagnosis:
-    """Examine a host whose probes go well, but for those given."""
+def diagnose(host: Host | None = None, environ: Mapping[str, str] | None = None, /, **answers: Answer) -> Diagnosis:
+    """Examine a host whose probes go well, but for those given, with these variables and no others."""
 
-    return examine(host, probe=lambda probes: {name: {**WELL, **answers}[name] for name in probes})
+    def probe(probes: Mapping[str, Sequence[str]]) -> Mapping[str, Answer]:
+        return {name: {**WELL, **answers}[name] for name in probes}
+
+    return examine(host, environ=environ or {}, probe=probe)
 
 
 def ucx(**changes: Any) -> Answer:
@@ -262,23 +265,76 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path: Path, case: str) -> 
 
 
 # What the host has besides PLAIN, what UCX says, and what would then carry a link to another host, with words of why.
-CHOICES: Final[dict[str, tuple[dict[str, str], Answer, str | None, str]]] = {
-    "all is there": (CARD, ucx(), "ucx", "UCX 1.22.0 over mlx5_0:1"),
-    "no card": ({}, ucx(), None, "rdma-devices: none"),
-    "no library": (CARD, ucx(problem="there is no libucp", remedy="install"), None, "there is no libucp"),
-    "the wheel": (CARD, ucx(has_verbs=False), None, "built without RDMA"),
-    "UCX crashes": (CARD, Answer({}, "its process was ended by SIGSEGV"), None, "SIGSEGV"),
+CHOICES: Final[dict[str, tuple[dict[str, str], Answer, dict[str, str], str | None, str]]] = {
+    "all is there": (CARD, ucx(), {}, "ucx", "UCX 1.22.0 over mlx5_0:1"),
+    "no card": ({}, ucx(), {}, None, "rdma-devices: none"),
+    "no library": (CARD, ucx(problem="there is no libucp", remedy="install"), {}, None, "there is no libucp"),
+    "the wheel": (CARD, ucx(has_verbs=False), {}, None, "built without RDMA"),
+    "UCX crashes": (CARD, Answer({}, "its process was ended by SIGSEGV"), {}, None, "SIGSEGV"),
+    "shm alone": (CARD, ucx(), {"KVLINK_TRANSPORTS": "shm"}, None, "the settings allow shm only"),
+    "TCP": ({}, ucx(), {"KVLINK_TRANSPORTS": "shm,ucx", "KVLINK_UCX_ALLOW_TCP": "yes"}, "ucx", "over TCP, for trials"),
+    "TCP, UCX not asked for": ({}, ucx(), {"KVLINK_UCX_ALLOW_TCP": "yes"}, None, "rdma-devices: none"),
 }
 
 
 @pytest.mark.parametrize("case", CHOICES)
 def test_what_carries_a_link_is_told_with_the_reason(tmp_path: Path, case: str) -> None:
-    """Another host is reached by UCX over RDMA or not at all, and the first obstacle is the one that is named."""
-    files, answer, transport, words = CHOICES[case]
-    here, there = diagnose(host_of(tmp_path, PLAIN, files), ucx=answer).links
+    """Another host is reached by UCX over RDMA, over TCP if that is asked for, or not, and the obstacle is named."""
+    files, answer, environ, transport, words = CHOICES[case]
+    here, there = diagnose(host_of(tmp_path, PLAIN, files), environ, ucx=answer).links
     assert here.transport == "shm"
     assert (there.place, there.transport) == ("another host", transport)
     assert words in there.reason
+
+
+NO_PASSING: Final = Answer({"segment": "", "passing": "refused", "pidfd": ""})
+NO_UCX: Final = ucx(problem="there is no libucp")
+
+# The settings, what fails, and what then carries a link on this host.
+HERE: Final[dict[str, tuple[str | None, dict[str, Answer], str | None]]] = {
+    "all is well": (None, {}, "shm"),
+    "UCX is asked for": ("ucx", {}, "ucx"),
+    "UCX is asked for and is not there": ("ucx", {"ucx": NO_UCX}, None),
+    "either, UCX first": ("ucx,shm", {"ucx": NO_UCX}, "shm"),
+    "no descriptors can be passed": (None, {"sharing": NO_PASSING}, "ucx"),
+    "nothing works": (None, {"sharing": NO_PASSING, "ucx": NO_UCX}, None),
+}
+
+
+@pytest.mark.parametrize("case", HERE)
+def test_what_carries_a_link_on_this_host(tmp_path: Path, case: str) -> None:
+    """The first transport of the settings that works is named; where none does, each says why."""
+    transports, answers, expected = HERE[case]
+    environ = {} if transports is None else {"KVLINK_TRANSPORTS": transports}
+    here, _ = diagnose(host_of(tmp_path, PLAIN), environ, **answers).links
+    assert here.transport == expected
+    assert here.reason
+
+
+def test_settings_of_the_environment_are_looked_at(tmp_path: Path) -> None:
+    """A value that no cluster takes makes the host unwell, a name that no setting has is pointed out."""
+    host = host_of(tmp_path, PLAIN)
+    found = finding(diagnose(host, {"KVLINK_LIVENESS_S": "soon"}), "settings")
+    assert (found.state, found.is_failure) == (State.MISSING, True)
+    assert "KVLINK_LIVENESS_S" in found.found
+    found = finding(diagnose(host, {"KVLINK_TRANSPORT": "ucx", "KVLINK_VENV": "x"}), "settings")
+    assert (found.state, found.facts["unknown"]) == (State.WARN, ["KVLINK_TRANSPORT"])
+    found = finding(diagnose(host, {"KVLINK_LIVENESS_S": "3", "KVLINK_UCX_RAILS": "2"}), "settings")
+    assert (found.state, found.facts["unknown"]) == (State.OK, [])
+
+
+def test_the_library_of_the_settings_is_the_one_that_is_looked_at(tmp_path: Path) -> None:
+    """``KVLINK_UCX_LIBRARY_PATH`` is what clusters will open; an argument goes before it."""
+    asked: list[Sequence[str]] = []
+
+    def probe(probes: Mapping[str, Sequence[str]]) -> Mapping[str, Answer]:
+        asked.append(probes["ucx"])
+        return WELL
+
+    host, environ = host_of(tmp_path, PLAIN), {"KVLINK_UCX_LIBRARY_PATH": "/opt/libucp.so"}
+    examine(host, environ=environ, probe=probe)
+    examine(host, environ=environ, ucx_library="/mine", probe=probe)
+    assert asked == [("/opt/libucp.so",), ("/mine",)]
 
 
 def test_a_card_that_the_container_may_not_open(tmp_path: Path) -> None:
@@ -314,7 +370,8 @@ def test_strange_files_are_no_reason_to_fail(tmp_path: Path) -> None:
 def test_need_makes_an_option_a_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--need`` turns the status to 1 where that check is not satisfied; a check that does not exist is refused."""
     monkeypatch.setattr("kvlink.doctor.command.Host", lambda: host_of(tmp_path, PLAIN))
-    monkeypatch.setattr(examine, "__kwdefaults__", {"ucx_library": None, "probe": lambda probes: WELL})
+    defaults: dict[str, Any] = {"ucx_library": None, "environ": {}, "probe": lambda probes: WELL}
+    monkeypatch.setattr(examine, "__kwdefaults__", defaults)
     assert cli.main(["doctor"]) == 0
     assert cli.main(["doctor", "--need", "rdma-devices"]) == 1
     assert cli.main(["doctor", "--need", "memory"]) == 0

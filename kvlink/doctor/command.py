@@ -15,6 +15,7 @@ from kvlink.doctor.children import Answer, run_probes
 from kvlink.doctor.fabric import choose, examine_devices, examine_ucx
 from kvlink.doctor.findings import Diagnosis, Finding, State
 from kvlink.doctor.host import Host, examine_host
+from kvlink.doctor.settings import read_settings
 from kvlink.doctor.sharing import examine_sharing
 from kvlink.wire import PROTOCOL_VERSION
 
@@ -55,25 +56,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if diagnosis.is_well else 1
 
 
-def examine(host: Host | None = None, *, ucx_library: str | None = None, probe: Probe = run_probes) -> Diagnosis:
+def examine(
+    host: Host | None = None,
+    *,
+    ucx_library: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    probe: Probe = run_probes,
+) -> Diagnosis:
     """Look at everything. Takes a second or two; nothing on the host is changed, and no failure of a check raises.
 
     Args:
         host: where to read; None for this host.
         ucx_library: the libucp to look at; None for the one that a cluster would use.
+        environ: where settings are read from; None for this process's environment.
         probe: runs probes, given with their arguments.
     """
     host = host or Host()
-    ucx = () if ucx_library is None else (ucx_library,)
+    config, settings = read_settings(os.environ if environ is None else environ)
+    library = ucx_library or config.ucx.library_path
+    ucx = () if library is None else (library,)
     answers = probe({"sharing": (), "foreign": (), "sockets": (), "ucx": ucx})
     devices = tuple(examine_devices(host))
     findings = (
         *examine_sharing(host, answers),
+        settings,
         *examine_host(host),
         *devices,
         *examine_ucx(answers["ucx"], has_cards=devices[0].state is not State.MISSING),
     )
-    return Diagnosis(findings, choose(findings), _versions())
+    return Diagnosis(findings, choose(findings, config), _versions())
 
 
 def show(diagnosis: Diagnosis) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from kvlink.config import ClusterConfig
 from kvlink.doctor.children import Answer
 from kvlink.doctor.findings import Finding, Served, State
 from kvlink.doctor.host import Host
@@ -121,31 +122,63 @@ def examine_ucx(answer: Answer, *, has_cards: bool) -> Iterator[Finding]:
     )
 
 
-def choose(findings: Sequence[Finding]) -> tuple[Served, ...]:
-    """Say what would carry a link to a process of this host, and to one of another host."""
+def choose(findings: Sequence[Finding], config: ClusterConfig) -> tuple[Served, ...]:
+    """Say what would carry a link to a process of this host, and to one of another host, under these settings."""
     by_name = {finding.name: finding for finding in findings}
-    return (_same_host(by_name), _another_host(by_name))
+    return (_same_host(by_name, config), _another_host(by_name, config))
 
 
-def _same_host(by_name: Mapping[str, Finding]) -> Served:
-    broken = next((by_name[name] for name in ("pool-memory", "descriptor-passing") if not _works(by_name, name)), None)
-    if broken is not None:
-        return Served("same host", None, f"no shared memory: {broken.found}")
-    reach = "registered memory too" if _works(by_name, "registered-memory") else "registered memory is staged"
-    return Served("same host", "shm", f"shared memory works here; {reach}")
+def _same_host(by_name: Mapping[str, Finding], config: ClusterConfig) -> Served:
+    """The first of the transports in the settings that works here."""
+    reasons = []
+    for name in config.transports or ("shm", "ucx"):
+        obstacle = _no_shm(by_name) if name == "shm" else _no_local_ucx(by_name)
+        if obstacle:
+            reasons.append(f"{name}: {obstacle}")
+            continue
+        if name == "shm":
+            staged = not _works(by_name, "registered-memory")
+            reasons.append(f"shared memory works here; registered memory {'is staged' if staged else 'too'}")
+        elif config.transports is None:
+            reasons.append("if it is asked for: ClusterConfig(transports=('ucx',))")
+        else:
+            reasons.append("the settings ask for it")
+        return Served("same host", name, "; ".join(reasons))
+    return Served("same host", None, "; ".join(reasons))
 
 
-def _another_host(by_name: Mapping[str, Finding]) -> Served:
-    """RDMA or nothing: what is in the way, the first thing first."""
-    for name in ("rdma-devices", "rdma-access", "ucx-library"):
-        found = by_name[name]
-        if found.state is State.MISSING or (name == "rdma-devices" and found.state is not State.OK):
-            return Served("another host", None, f"{name}: {found.found}")
-    if not by_name["ucx-transports"].facts["has_verbs"]:
-        return Served("another host", None, f"ucx-transports: {by_name['ucx-transports'].found}")
-    ports = ", ".join(by_name["rdma-devices"].facts["active_ports"])
+def _no_shm(by_name: Mapping[str, Finding]) -> str:
+    for name in ("pool-memory", "descriptor-passing"):
+        if not _works(by_name, name):
+            return by_name[name].found
+    return ""
+
+
+def _no_local_ucx(by_name: Mapping[str, Finding]) -> str:
+    """UCX also needs a pool; on one host it copies through the kernel, as registered memory is copied."""
+    for name in ("pool-memory", "ucx-library", "registered-memory"):
+        if by_name[name].state is not State.OK:
+            return f"{name}: {by_name[name].found}"
+    return ""
+
+
+def _another_host(by_name: Mapping[str, Finding], config: ClusterConfig) -> Served:
+    """RDMA, or TCP where somebody asks for it, or nothing: what is in the way, the first thing first."""
+    if config.transports is not None and "ucx" not in config.transports:
+        return Served("another host", None, f"the settings allow {', '.join(config.transports)} only")
+    if by_name["ucx-library"].state is State.MISSING:
+        return Served("another host", None, f"ucx-library: {by_name['ucx-library'].found}")
     version = by_name["ucx-library"].facts["version"]
-    return Served("another host", "ucx", f"UCX {version} over {ports}; the peer needs the same major and minor")
+    peer = "the peer needs the same major and minor version"
+    for name in ("rdma-devices", "rdma-access", "ucx-transports"):
+        found = by_name.get(name)  # there is nothing to open where there is no device
+        is_blind = name == "ucx-transports" and not by_name[name].facts["has_verbs"]
+        if found is not None and (found.state is not State.OK or is_blind):
+            if config.ucx.allow_tcp and config.transports is not None:
+                return Served("another host", "ucx", f"UCX {version} over TCP, for trials only; {peer}")
+            return Served("another host", None, f"{name}: {found.found}")
+    ports = ", ".join(by_name["rdma-devices"].facts["active_ports"])
+    return Served("another host", "ucx", f"UCX {version} over {ports}; {peer}")
 
 
 def _works(by_name: Mapping[str, Finding], name: str) -> bool:
