@@ -142,6 +142,31 @@ async def test_no_new_link_while_something_is_written_over_the_old_one(dialler: 
         owner.kv_cache_manager.deallocate_cache(cache)
 
 
+async def test_hanging_up_is_no_proof_while_something_is_written() -> None:
+    """An orderly unlink whose other side has a put in flight: it is not hung up on, and the memory is in quarantine."""
+    async with mix(1) as owner, mix(2, close_timeout_s=0.05) as writer:
+        cache = owner.kv_cache_manager.allocate_blocks_cache(DESC)
+        source = writer.kv_cache_manager.allocate_blocks_cache(DESC)
+        (await writer.link_clusters([kv.ClusterInfo(1, owner.address)])).raise_for_status()
+        key = kv.CacheKeyByIdAndIndex(1, cache.cache_id)
+        await writer.kv_cache_manager.push_blocks(key, source, [0], [0])
+        link = inside.link_to(writer, 1)
+        link.begin()
+        with link.grants.stoppable(anyio.CancelScope()):  # a put in the hands of hardware
+            (result,) = (await owner.unlink_clusters([2], timeout_s=0.3)).results
+            assert result.status is kv.StatusCode.LLM_NOTIFY_PROMPT_UNLINK_FAILED
+            assert link.state is kv.LinkState.CLOSED
+            assert not cache.is_quiet()
+            assert not link.closed.is_set()
+        link.end()
+        with anyio.fail_after(5):
+            await link.closed.wait()
+        (await writer.link_clusters([kv.ClusterInfo(1, owner.address)])).raise_for_status()
+        await eventually(cache.is_quiet, "quiet")
+        writer.kv_cache_manager.deallocate_cache(source)
+        owner.kv_cache_manager.deallocate_cache(cache)
+
+
 @every_loop
 async def test_a_push_stops_with_its_link() -> None:
     """It does not run to its end over a link that is gone: a typed error within a chunk or so, then no byte more."""
