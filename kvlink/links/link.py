@@ -11,7 +11,6 @@ incarnation and gets a new `Link`, so nothing stale can survive.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -32,9 +31,10 @@ from kvlink.geometry import Role, TensorRun
 from kvlink.links.gates import Gate, Quota
 from kvlink.links.grants import WriteGrants
 from kvlink.links.notifications import Notices
+from kvlink.links.outbox import Outbox
 from kvlink.links.pairing import MAX_PAIRINGS, Pairing
 from kvlink.links.state import LinkEvent, LinkState, next_state
-from kvlink.loops import send_all, until_readable
+from kvlink.loops import until_readable
 from kvlink.stats import LinkStats
 from kvlink.wire import (
     Answer,
@@ -135,9 +135,7 @@ class Link:
         self._on_message = on_message
         self._on_closed = on_closed
         self._scope = anyio.CancelScope()
-        self._outbox: deque[bytes] = deque()
-        self._outbox_nbytes = 0
-        self._has_post = anyio.Event()
+        self._outbox = Outbox()
         self._next_seq = 1
         self._answers: dict[int, Question] = {}
         self._num_operations = 0
@@ -204,13 +202,10 @@ class Link:
         """Send a message soon, in order. Does nothing on a closed link."""
         if self.state is LinkState.CLOSED:
             return
-        frame = encode(message)
-        self._outbox.append(frame)
-        self._outbox_nbytes += len(frame)
+        self._outbox.put(encode(message))
         self.stats.messages_sent += 1
-        if self._outbox_nbytes > _MAX_QUEUED_NBYTES:
+        if self._outbox.nbytes > _MAX_QUEUED_NBYTES:
             self.lose(LinkLostError(f"cluster {self.peer} does not read its messages; link again", peer=self.peer))
-        self._has_post.set()
 
     async def ask(self, question: Callable[[int], Message]) -> Answer:
         """Post the message that `question` makes of a number, and return the answer to it. The caller has a deadline.
@@ -365,6 +360,7 @@ class Link:
                         # Hanging up tells the peer that nothing of ours moves any more, so nothing may.
                         with anyio.move_on_after(self._close_timeout_s):
                             await self._wait_idle()
+                            await self._outbox.flush()  # what they came to
                         return NotLinkedError(
                             f"cluster {self.peer} has ended the link: {message.reason or 'no reason given'}",
                             peer=self.peer,
@@ -412,15 +408,10 @@ class Link:
 
     async def _write(self) -> None:
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
-            while True:
-                while self._outbox:
-                    frames = b"".join(self._outbox)
-                    self._outbox.clear()
-                    self._outbox_nbytes = 0
-                    await send_all(self._stream, frames)
-                    self.sent_at = anyio.current_time()
-                self._has_post = anyio.Event()
-                await self._has_post.wait()
+            await self._outbox.write(self._stream, self._note_sent)
+
+    def _note_sent(self) -> None:
+        self.sent_at = anyio.current_time()
 
     async def _watch(self) -> None:
         watch = self.endpoint.watch_death()

@@ -422,6 +422,23 @@ async def test_closing_the_owner(kind: str) -> None:
             assert outcome.kind is End.PEER_LOST
 
 
+@KINDS
+@every_loop
+async def test_closing_the_owner_in_good_order(kind: str) -> None:
+    """What is moved when its owner closes in good order may end, and is DONE on both sides."""
+    async with side_of(kind) as side:
+        ticket = side.give([3, 1])
+        held_back = side.stop_at_bytes()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(side.move, ticket.token, [0, 1])
+            await held_back.reached.wait()
+            tasks.start_soon(side.giver.aclose)
+            await eventually(lambda: not link_to(side.user, side.giver.cluster_id).is_open, "the goodbye has come")
+            assert ticket.is_live
+            held_back.release()
+        assert (await ticket.outcome(timeout_s=5)).kind is End.DONE
+
+
 # ---- revoking in the middle
 
 
