@@ -234,3 +234,20 @@ async def test_an_error_says_who_when_what_and_what_next(name: str) -> None:
         assert (error.peer, error.phase) == (case.peer, case.phase), error
         assert re.search(case.words, str(error)), error
         assert re.search(rf"\bcluster {case.peer}\b|cluster id", str(error)), error
+
+
+async def claim(s: Scene) -> object:
+    """Use a ticket of cluster 1."""
+    ticket = s.owner.kv_cache_manager.expect_blocks(s.theirs, [0, 1])
+    return await s.manager.push_blocks(ticket.token, s.ours, [0, 1], [], timeout_s=0.1)
+
+
+@pytest.mark.parametrize(("operation", "phase"), [("reach", "look-up"), ("put", "transfer"), ("load_word", "settle")])
+async def test_an_error_of_a_ticket_says_so_too(operation: str, phase: str) -> None:
+    """As the table, for a push by ticket over a transport that fails in one way or the other."""
+    async with scene(failing(operation)) as s:
+        with pytest.raises(kv.TransportError) as caught:
+            await claim(s)
+        assert caught.value.peer == 1
+        assert caught.value.phase == phase, caught.value
+        assert "cluster 1" in str(caught.value)

@@ -32,6 +32,7 @@ from kvlink.checks import (
 from kvlink.errors import (
     CacheNotFoundError,
     FeatureNotEnabledError,
+    KVLinkError,
     ParameterValueError,
     ProtocolError,
     TicketError,
@@ -249,6 +250,9 @@ class TicketMover:
                 if not held.is_live:  # its end overtook us
                     raise held.ended("look-up")
                 return held
+        except KVLinkError as exc:
+            link.blame(exc)
+            raise
         finally:
             link.end()
         raise TransferTimeoutError(

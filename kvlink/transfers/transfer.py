@@ -28,8 +28,12 @@ async def load_word_within(endpoint: Endpoint, word: int, *, timeout_s: float, p
     """
     if endpoint.has_immediate_words:
         return await endpoint.load_word(word)
-    with anyio.move_on_after(timeout_s):
-        return await endpoint.load_word(word)
+    try:
+        with anyio.move_on_after(timeout_s):
+            return await endpoint.load_word(word)
+    except KVLinkError as exc:
+        exc.phase = exc.phase or "settle"
+        raise
     raise TransferTimeoutError(
         f"cluster {peer}'s memory did not say in time whether the cache is still valid; nothing is known of the bytes",
         peer=peer,

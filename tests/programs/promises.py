@@ -159,8 +159,8 @@ PROMISES: Final = (
             Cut(
                 "reading a state word has a deadline",
                 "transfers/transfer.py",
-                "    with anyio.move_on_after(timeout_s):\n        return await endpoint.load_word(word)",
-                "    with anyio.move_on_after(1000):\n        return await endpoint.load_word(word)",
+                "        with anyio.move_on_after(timeout_s):\n            return await endpoint.load_word(word)",
+                "        with anyio.move_on_after(1000):\n            return await endpoint.load_word(word)",
                 ("test_testing.py::test_a_dropped_completion_costs_the_deadline",),
             ),
         ),
