@@ -16,7 +16,10 @@ FAULTS: Final = {
     "late": Faults(delay=0.2, reorder=0.3, repeat=0.1, longest_delay_s=0.003),
     "faulty": Faults(delay=0.2, reorder=0.2, repeat=0.1, fail=0.05, drop=0.01, longest_delay_s=0.003),
 }
-_OPERATIONS: Final = ("pull_blocks", "pull_cache", "push_blocks", "push_layers", "link", "unlink", "visit")
+_OPERATIONS: Final = (
+    *("pull_blocks", "pull_cache", "push_blocks", "push_layers", "ticket_pull", "ticket_push", "notify"),
+    *("ticket to read", "ticket to fill", "link", "unlink", "visit"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,8 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(_sum_up(outcome))
     for operation in _OPERATIONS:
         parts = {key: num for key, num in outcome.counts.items() if key.startswith(operation + " ")}
-        ended = ", ".join(f"{num} {key.partition(' ')[2]}" for key, num in sorted(parts.items(), key=lambda p: -p[1]))
-        print(f"  {operation:12} {ended}")
+        ended = ", ".join(
+            f"{num} {key.removeprefix(operation + ' ')}" for key, num in sorted(parts.items(), key=lambda p: -p[1])
+        )
+        print(f"  {operation:14} {ended}")
     if not outcome.wrong:
         print("nothing wrong: no wrong byte, no hang, no leak")
         return 0

@@ -35,6 +35,7 @@ from tests.programs.stress.settings import (
     Settings,
     part_of,
 )
+from tests.programs.stress.ticketing import NUM_GIVERS, TicketWork
 from tests.support import inside
 from tests.support.leaks import holdings, new_since
 from tests.support.pattern import Stamp, block_bytes, faults, fill, rows
@@ -43,7 +44,7 @@ _POOL: Final = "24MiB"
 _RUBBISH: Final = Stamp(250, 250, 65000)
 _HARMLESS: Final = (
     *(kv.CacheNotFoundError, kv.NotLinkedError, kv.LinkError, kv.LinkLostError, kv.TransferTimeoutError),
-    *(kv.PartialTransferError, kv.TransportError),
+    *(kv.PartialTransferError, kv.TransportError, kv.TicketError),
 )
 """How a movement may fail when peers die, free their memory and run out of time."""
 
@@ -72,16 +73,16 @@ class Worker:
         self._life = life
         self._addresses = addresses
         self._talk = talk
-        self._chance = Random(f"{settings.seed}/{number}/{life}")
-        self._journal = journal
+        self.chance = Random(f"{settings.seed}/{number}/{life}")
+        self.journal = journal
         self._lives = Lives()
         self._cluster: kv.Cluster | None = None
         self._serial = 0
-        self._offers: dict[int, tuple[kv.KvCache, Stamp, list[Any]]] = {}
+        self.offers: dict[int, tuple[kv.KvCache, Stamp, list[Any]]] = {}
         self._requests: dict[int, kv.CacheKey] = {}
         self._running: dict[int, tuple[float, str]] = {}
         self._next_call = 0
-        self._is_ending = False
+        self.is_ending = False
         self._num_stops = 0
         signal.signal(signal.SIGCONT, self._note_stop)
 
@@ -94,9 +95,9 @@ class Worker:
         if faulty is not None:
             faulty = replace(faulty, seed=faulty.seed * 1_000_000 + self._number * 1000 + self._life)
         config: dict[str, Any] = {
-            "inline_nbytes": self._chance.choice([0, 0, 256 * 1024]),
-            "chunk_nbytes": self._chance.choice([4096, 16384, 65536]),
-            "copy_threads": self._chance.choice([1, 2]),
+            "inline_nbytes": self.chance.choice([0, 0, 256 * 1024]),
+            "chunk_nbytes": self.chance.choice([4096, 16384, 65536]),
+            "copy_threads": self.chance.choice([1, 2]),
             "liveness_s": 1.0,
             "operation_timeout_s": 2.0,
             "link_timeout_s": 2.0,
@@ -123,11 +124,22 @@ class Worker:
                     movers.start_soon(self._keep_house)
                     for task in range(NUM_TASKS):
                         movers.start_soon(self._move, task)
+                    tickets = TicketWork(self)
+                    movers.start_soon(tickets.take)
+                    for _ in range(NUM_GIVERS):
+                        movers.start_soon(tickets.give)
                     await anyio.wait_readable(self._talk)
-                    self._is_ending = True  # every task ends after what it is doing; nothing is cancelled for this
+                    self.is_ending = True  # every task ends after what it is doing; nothing is cancelled for this
+                    tickets.end()
                 await self._give_back()
                 tasks.cancel_scope.cancel()
         self._cluster = None
+
+    @property
+    def cluster(self) -> kv.Cluster:
+        """Its cluster, while it lives."""
+        assert self._cluster is not None
+        return self._cluster
 
     @property
     def _manager(self) -> kv.KvCacheManager:
@@ -139,7 +151,7 @@ class Worker:
     async def _report(self) -> None:
         while True:
             await anyio.sleep(0.2)
-            self._talk.sendall(self._journal.line())
+            self._talk.sendall(self.journal.line())
 
     async def _watch(self) -> None:
         """Find calls that outlive their deadline. Time in which the process was stopped does not count."""
@@ -152,12 +164,12 @@ class Worker:
                 if stood_s:
                     self._running[number] = (latest + stood_s, text)
                 elif now > latest:
-                    self._journal.accuse(f"hangs: {text}")
-                    self._talk.sendall(self._journal.line(is_done=True))
+                    self.journal.accuse(f"hangs: {text}")
+                    self._talk.sendall(self.journal.line(is_done=True))
                     os._exit(3)
 
     @contextmanager
-    def _bounded(self, text: str, timeout_s: float) -> Iterator[None]:
+    def bounded(self, text: str, timeout_s: float) -> Iterator[None]:
         """Note a call that must end by its deadline."""
         self._next_call += 1
         number = self._next_call
@@ -170,8 +182,8 @@ class Worker:
     async def _keep_links(self) -> None:
         """Link to whoever is not linked; end links now and then; start and cancel clusters that nobody needs."""
         assert self._cluster is not None
-        chance = self._chance
-        while not self._is_ending:
+        chance = self.chance
+        while not self.is_ending:
             await anyio.sleep(chance.expovariate(50))
             others = [number for number in self._addresses if number != self._number]
             linked = {link.peer for link in self._cluster.links}
@@ -179,14 +191,14 @@ class Worker:
             dice = chance.random()
             if missing and dice < 0.8:
                 infos = [kv.ClusterInfo(number, self._addresses[number]) for number in missing]
-                await self._do("link", missing[0], 1.0, partial(self._cluster_link, infos), chance.random() < 0.2)
+                await self.do("link", missing[0], 1.0, partial(self._cluster_link, infos), chance.random() < 0.2)
             elif linked and dice < 0.84:
                 peer = chance.choice(sorted(linked))
                 force = chance.random() < 0.3
-                await self._do("unlink", peer, 1.0, partial(self._cluster_unlink, peer, force), chance.random() < 0.3)
+                await self.do("unlink", peer, 1.0, partial(self._cluster_unlink, peer, force), chance.random() < 0.3)
             elif dice > 0.97:
                 peer = chance.choice(others)
-                await self._do("visit", peer, 2.0, partial(self._visit, peer), chance.random() < 0.7)
+                await self.do("visit", peer, 2.0, partial(self._visit, peer), chance.random() < 0.7)
 
     async def _cluster_link(self, infos: list[kv.ClusterInfo]) -> None:
         assert self._cluster is not None
@@ -215,15 +227,15 @@ class Worker:
 
     async def _keep_house(self) -> None:
         """Replace caches at random, after making sure that they hold what they must."""
-        chance = self._chance
-        while not self._is_ending:
+        chance = self.chance
+        while not self.is_ending:
             await anyio.sleep(chance.expovariate(60))
             if chance.random() < 0.5:
                 self._renew_request(chance.randint(1, NUM_REQUESTS))
             else:
                 self._replace(chance.choice([*range(NUM_OFFERS), INBOX_MODEL]))
 
-    def _stamp(self) -> Stamp:
+    def stamp(self) -> Stamp:
         self._serial += 1
         return Stamp(self._number, self._life, self._serial % 65000)
 
@@ -231,23 +243,23 @@ class Worker:
         """Give a blocks cache back and make another one; no peer sees it before it is filled."""
         self._drop(model)
         desc = self._settings.inbox if model == INBOX_MODEL else OFFER
-        key, stamp = kv.BlocksCacheKey(self._number, model), self._stamp()
+        key, stamp = kv.BlocksCacheKey(self._number, model), self.stamp()
         buffers: list[Any] = []
         try:
-            if self._chance.random() < 0.2:
+            if self.chance.random() < 0.2:
                 buffers = [np.empty(desc.tensor_nbytes, np.uint8) for _ in range(NUM_TENSORS)]
                 cache = self._manager.register_blocks_cache(desc, buffers, key)
             else:
                 cache = self._manager.allocate_blocks_cache(desc, key)
         except kv.OutOfMemoryError:
-            self._journal.note("allocate", "no room")
+            self.journal.note("allocate", "no room")
             return
         fill(cache.tensors, stamp)
-        self._offers[model] = (cache, stamp, buffers)
-        self._journal.note("allocate", "done", f"model {model} {stamp}")
+        self.offers[model] = (cache, stamp, buffers)
+        self.journal.note("allocate", "done", f"model {model} {stamp}")
 
     def _drop(self, model: int) -> None:
-        cache, stamp, _ = self._offers.pop(model, (None, None, None))
+        cache, stamp, _ = self.offers.pop(model, (None, None, None))
         if cache is None or stamp is None:
             return
         if model == INBOX_MODEL:
@@ -255,8 +267,8 @@ class Worker:
         else:
             fault = faults(cache.tensors, stamp)
         if fault is not None:
-            self._journal.accuse(f"model {model}, which is our own: {fault}")
-        self._journal.counts["bytes checked"] += cache.desc.nbytes
+            self.journal.accuse(f"model {model}, which is our own: {fault}")
+        self.journal.counts["bytes checked"] += cache.desc.nbytes
         if cache.is_registered:
             self._manager.unregister_cache(cache)
         else:
@@ -268,16 +280,16 @@ class Worker:
         try:
             cache = self._manager.allocate_cache(SLOTS, [key])
         except kv.OutOfMemoryError:
-            self._journal.note("allocate", "no room")
+            self.journal.note("allocate", "no room")
             return
         self._requests[request] = key
-        fill(cache.tensors, self._stamp())
+        fill(cache.tensors, self.stamp())
         self._manager.deallocate_cache(cache)  # it lives by its key
 
     async def _give_back(self) -> None:
         """Release everything; the pool must be empty soon."""
         assert self._cluster is not None
-        for model in list(self._offers):
+        for model in list(self.offers):
             self._drop(model)
         for key in self._requests.values():
             self._manager.remove_cache_key(key)
@@ -293,13 +305,13 @@ class Worker:
         used, leases = inside.used_nbytes(self._cluster), inside.num_read_leases(self._cluster)
         if used or leases:
             usage = self._manager.pool_usage()
-            self._journal.accuse(f"{used} bytes of the pool and {leases} read leases do not come back: {usage}")
+            self.journal.accuse(f"{used} bytes of the pool and {leases} read leases do not come back: {usage}")
 
     # Movements
 
     async def _move(self, task: int) -> None:
         """Do one random movement after the other."""
-        chance = self._chance
+        chance = self.chance
         cache = self._manager.allocate_blocks_cache(OFFER)
         slots = self._manager.allocate_cache(SLOTS)
         outgoing = self._manager.allocate_blocks_cache(self._settings.inbox)
@@ -307,7 +319,7 @@ class Worker:
         for each in (cache, slots, outgoing, back):
             fill(each.tensors, _RUBBISH)
         others = [number for number in self._addresses if number != self._number]
-        while not self._is_ending:
+        while not self.is_ending:
             linked = [number for number in others if self._link(number) is not None]
             if not linked:
                 await anyio.sleep(0.005)
@@ -327,7 +339,7 @@ class Worker:
             self._manager.deallocate_cache(each)
 
     async def _pull_blocks(self, peer: int, cache: kv.KvCache) -> None:
-        chance = self._chance
+        chance = self.chance
         model, num = chance.randrange(NUM_OFFERS), chance.randint(1, 32)
         source, destination = chance.sample(range(32), num), chance.sample(range(32), num)
         layer = chance.choice([None, None, range(1), range(1, 2)])
@@ -351,7 +363,7 @@ class Worker:
         )
 
     async def _pull_slot(self, peer: int, slots: kv.KvCache) -> None:
-        request = self._chance.randint(1, NUM_REQUESTS)
+        request = self.chance.randint(1, NUM_REQUESTS)
         key = kv.CacheKey(peer, request)
         await self._pull(
             "pull_cache",
@@ -377,12 +389,12 @@ class Worker:
         """Pull, and check what has come, or that nothing comes any more."""
         link = self._link(peer)
         before = self._lives.seen(peer, name)
-        timeout_s = self._timeout_s()
-        report = await self._do(operation, peer, timeout_s, lambda: call(timeout_s))
+        timeout_s = self.timeout_s()
+        report = await self.do(operation, peer, timeout_s, lambda: call(timeout_s))
         first = 0 if layer is None else layer.start * 2
         tensors = cache.tensors if layer is None else cache.tensors[first : layer.stop * 2]
         if report is None:
-            await self._expect_quiet(operation, cache, destination)
+            await self.expect_quiet(operation, cache, destination)
             return
         stamp, fault = check_pulled(tensors, destination, source, first)
         current = self._link(peer)
@@ -392,17 +404,17 @@ class Worker:
         elif fault is None and (stamp.cluster != peer or stamp[1:] < before):
             fault = f"bytes of {stamp} came from {name} of cluster {peer}; {before} was seen before"
         if fault is not None:
-            self._journal.accuse(f"{operation} of {name} from cluster {peer} succeeded, but {fault}")
-        self._journal.counts["bytes checked"] += report.nbytes
+            self.journal.accuse(f"{operation} of {name} from cluster {peer} succeeded, but {fault}")
+        self.journal.counts["bytes checked"] += report.nbytes
 
     async def _push(self, peer: int, task: int, outgoing: kv.KvCache, back: kv.KvCache) -> None:
         """Push into our part of a peer's inbox, then pull that back."""
         part = part_of(self._number, task)
-        destination = self._chance.sample(part, self._chance.randint(1, WIDTH))
+        destination = self.chance.sample(part, self.chance.randint(1, WIDTH))
         stamp = self._prepare(outgoing, destination)
         key = kv.BlocksCacheKey(peer, INBOX_MODEL)
-        timeout_s = self._timeout_s()
-        report = await self._do(
+        timeout_s = self.timeout_s()
+        report = await self.do(
             "push_blocks",
             peer,
             timeout_s,
@@ -414,14 +426,14 @@ class Worker:
     async def _push_layers(self, peer: int, task: int, outgoing: kv.KvCache, back: kv.KvCache) -> None:
         """As `_push`, layer by layer."""
         part = part_of(self._number, task)
-        destination = self._chance.sample(part, self._chance.randint(1, WIDTH))
+        destination = self.chance.sample(part, self.chance.randint(1, WIDTH))
         stamp = self._prepare(outgoing, destination)
         config = kv.TransferWithCacheKeyConfig(kv.BlocksCacheKey(peer, INBOX_MODEL), range(2), range(2))
         started: list[kv.CacheTask] = []
 
         async def push() -> bool:
             pushing = self._manager.transfer_cache_async(
-                outgoing, _Layers(self._chance), [config], destination, destination
+                outgoing, _Layers(self.chance), [config], destination, destination
             )
             started.append(pushing)
             try:
@@ -433,17 +445,17 @@ class Worker:
             return True
 
         timeout_s = 30.0  # the cluster's own, for each layer
-        done = await self._do("push_layers", peer, timeout_s, push)
+        done = await self.do("push_layers", peer, timeout_s, push)
         for pushing in started:
             pushing.cancel()
             text = f"the end of a layer-wise push to cluster {peer} that was cancelled"
-            with self._bounded(text, timeout_s), suppress(kv.KVLinkError):
+            with self.bounded(text, timeout_s), suppress(kv.KVLinkError):
                 await pushing
         if done:
             await self._check_pushed(peer, destination, stamp, back)
 
     def _prepare(self, outgoing: kv.KvCache, destination: Sequence[int]) -> Stamp:
-        stamp = self._stamp()
+        stamp = self.stamp()
         for index, tensor in enumerate(outgoing.tensors):
             target = rows(tensor)
             target[list(destination)] = block_bytes(stamp, index, destination, target.shape[1])
@@ -452,7 +464,7 @@ class Worker:
     async def _check_pushed(self, peer: int, blocks: Sequence[int], stamp: Stamp, back: kv.KvCache) -> None:
         """Pull back what was pushed: it must be there, unless the inbox is a newer one, as its owner made it."""
         key = kv.BlocksCacheKey(peer, INBOX_MODEL)
-        report = await self._do(
+        report = await self.do(
             "pull_back", peer, 5.0, lambda: self._manager.pull_blocks(key, back, blocks, blocks, timeout_s=5.0), False
         )
         if report is None:
@@ -461,13 +473,13 @@ class Worker:
         if fault is None and found != stamp and found.cluster != peer:
             fault = f"it holds {found}"
         if fault is not None:
-            self._journal.accuse(f"{stamp} was pushed into blocks {blocks} of cluster {peer}, but {fault}")
-        self._journal.counts["pushes found again" if found == stamp else "pushes into an inbox that was replaced"] += 1
-        self._journal.counts["bytes checked"] += report.nbytes
+            self.journal.accuse(f"{stamp} was pushed into blocks {blocks} of cluster {peer}, but {fault}")
+        self.journal.counts["pushes found again" if found == stamp else "pushes into an inbox that was replaced"] += 1
+        self.journal.counts["bytes checked"] += report.nbytes
 
     # What all of them share
 
-    async def _do(
+    async def do(
         self,
         operation: str,
         peer: int,
@@ -476,7 +488,7 @@ class Worker:
         is_cancelled: bool | None = None,
     ) -> Any:
         """Make a call, perhaps cancel it in the middle, and return what it returned; None when it did not succeed."""
-        chance = self._chance
+        chance = self.chance
         if is_cancelled is None:
             is_cancelled = chance.random() < 0.45
         after_s = chance.expovariate(chance.choice([30, 300, 3000])) if is_cancelled else 1000.0
@@ -485,44 +497,44 @@ class Worker:
         cancelled_at = 0.0
         result: Any = None
         outcome = "done"
-        with self._bounded(text, timeout_s), anyio.CancelScope() as scope:
+        with self.bounded(text, timeout_s), anyio.CancelScope() as scope:
             cancelled_at = anyio.current_time() + after_s
             scope.deadline = cancelled_at
             try:
                 result = await call()
             except kv.KVLinkError as exc:
                 outcome = type(exc).__name__
-                if not isinstance(exc, _HARMLESS) and not (self._is_ending and isinstance(exc, kv.ClosedError)):
-                    self._journal.accuse(f"{text} raised {exc!r}")
+                if not isinstance(exc, _HARMLESS) and not (self.is_ending and isinstance(exc, kv.ClosedError)):
+                    self.journal.accuse(f"{text} raised {exc!r}")
                 elif exc.peer is None:
-                    self._journal.accuse(f"{text} raised {exc!r}, which does not name the peer")
+                    self.journal.accuse(f"{text} raised {exc!r}, which does not name the peer")
             except Exception as exc:  # whatever it is, it is no outcome that was promised
                 outcome = type(exc).__name__
-                self._journal.accuse(f"{text} raised {exc!r}")
+                self.journal.accuse(f"{text} raised {exc!r}")
         if scope.cancelled_caught:
             outcome, result = "cancelled", None
             took_s = anyio.current_time() - cancelled_at
             # Opening and closing clusters takes its time; and a process that stood still took it all.
-            if operation.startswith("pu") and num_stops == self._num_stops:
-                self._journal.slowest_cancel_s = max(self._journal.slowest_cancel_s, took_s)
-            self._journal.counts["cancellations"] += 1
-        self._journal.note(operation, outcome, f"cluster {peer}")
+            if operation.startswith(("pu", "ticket")) and num_stops == self._num_stops:
+                self.journal.slowest_cancel_s = max(self.journal.slowest_cancel_s, took_s)
+            self.journal.counts["cancellations"] += 1
+        self.journal.note(operation, outcome, f"cluster {peer}")
         return result
 
-    async def _expect_quiet(self, operation: str, cache: kv.KvCache, blocks: Sequence[int]) -> None:
+    async def expect_quiet(self, operation: str, cache: kv.KvCache, blocks: Sequence[int]) -> None:
         """A call that has ended writes nothing any more."""
         if not cache.is_quiet(list(blocks)):
-            self._journal.accuse(f"{operation} has ended, and its blocks are not quiet")
-        if self._chance.random() < 0.15:
+            self.journal.accuse(f"{operation} has ended, and its blocks are not quiet")
+        if self.chance.random() < 0.15:
             chosen = list(blocks)
             before = [rows(tensor)[chosen] for tensor in cache.tensors]
-            await anyio.sleep(self._chance.random() * 0.02)
+            await anyio.sleep(self.chance.random() * 0.02)
             for index, tensor in enumerate(cache.tensors):
                 if not np.array_equal(before[index], rows(tensor)[chosen]):
-                    self._journal.accuse(f"{operation} has ended, and tensor {index} still changes")
+                    self.journal.accuse(f"{operation} has ended, and tensor {index} still changes")
 
-    def _timeout_s(self) -> float:
-        return self._chance.choice([self._chance.random() * 0.02, 0.5, 2.0, 2.0])
+    def timeout_s(self) -> float:
+        return self.chance.choice([self.chance.random() * 0.02, 0.5, 2.0, 2.0])
 
     def _link(self, peer: int) -> kv.Link | None:
         assert self._cluster is not None
@@ -533,11 +545,11 @@ class _Layers(kv.LayerSynchronizer):
     """Layers that take a random time to be computed; now and then one never is."""
 
     def __init__(self, chance: Random) -> None:
-        self._chance = chance
+        self.chance = chance
 
     async def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
-        await anyio.sleep(self._chance.expovariate(1000))
-        return self._chance.random() > 0.02
+        await anyio.sleep(self.chance.expovariate(1000))
+        return self.chance.random() > 0.02
 
 
 def _wrap(transport: Transport, *, faults: Faults) -> Transport:
