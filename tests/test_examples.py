@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Final
 
 import pytest
 
+from tests.support.ucx import need_ucx
 from tests.test_demo import EXAMPLES, needs_model, run_python
 
 ROOT: Final = EXAMPLES.parent
@@ -84,6 +87,43 @@ def test_example_runs_and_says_what_it_must(name: str) -> None:
     for pattern in SAYS[name]:
         assert any(re.fullmatch(pattern, line) for line in lines), f"{pattern!r} is missing, or out of order:\n{output}"
     assert "Warning" not in output
+
+
+# A program runs over UCX when every cluster has one setting more. The first in every run, the others now and then.
+OVER_UCX: Final = ["contiguous_caches.py", "pull_blocks.py", "paged_blocks.py", "notifications.py", "tickets.py"]
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("name", OVER_UCX)
+def test_example_runs_over_ucx_with_one_setting_changed(tmp_path: Path, name: str) -> None:
+    """``transports=("ucx",)`` on both sides, and everything is as it was."""
+    need_ucx()
+    if name != OVER_UCX[0] and "KVLINK_STRESS" not in os.environ:
+        pytest.skip("KVLINK_STRESS=1 runs it")
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    assert text.count("kv.Cluster(") == 2
+    changed = text.replace("kv.Cluster(", 'kv.Cluster(config=kv.ClusterConfig(transports=("ucx",)), ')
+    (tmp_path / name).write_text(changed, encoding="utf-8")
+    shutil.copy(EXAMPLES / "two_processes.py", tmp_path)
+    status, output = run_python("-W", "error", str(tmp_path / name))
+    assert status == 0, output
+    lines = iter(output.splitlines())
+    for pattern in SAYS[name]:
+        assert any(re.fullmatch(pattern.replace("over shm", "over ucx"), line) for line in lines), output
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_model
+@pytest.mark.skipif("KVLINK_STRESS" not in os.environ, reason="KVLINK_STRESS=1 runs it")
+def test_demo_runs_over_ucx_with_one_variable_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``KVLINK_TRANSPORTS=ucx`` moves the blocks of the demo over UCX, and the answers stay the same."""
+    need_ucx()
+    monkeypatch.setenv("KVLINK_TRANSPORTS", "ucx")
+    status, output = run_python("-W", "error", str(EXAMPLES / "disaggregated_generation.py"))
+    assert status == 0, output
+    assert re.search(r"moved \S+ MB over ucx at", output)
+    assert "4 of 4 answers equal" in output
 
 
 def test_every_program_is_run() -> None:
