@@ -17,5 +17,6 @@ mappings of the same memory. `x_floor` is kvlink's time over the floor's, so a s
 
 Modules: `scenarios` (what is moved), `native` (floor and comparison), `sides` (one process's memory), `target` and
 `pair` (the two processes), `measuring` and `setups` (the numbers), `accounting` (CPU time, noise, machine), `table` and
-`chart` (what is shown), `rivals` (other libraries, by scripts of the same output), `command` (the arguments).
+`chart` (what is shown), `rivals` (other libraries, by scripts of the same output), `scale`, `curves` and `scalechart`
+(how costs grow), `command` (the arguments).
 """

@@ -21,6 +21,8 @@ from kvlink.benchmarks.measuring import Line, measure
 from kvlink.benchmarks.pair import open_pair
 from kvlink.benchmarks.progress import Progress
 from kvlink.benchmarks.rivals import find_rivals, run_rival
+from kvlink.benchmarks.scale import measure_scale
+from kvlink.benchmarks.scalechart import draw_scale, write_curves
 from kvlink.benchmarks.scenarios import FULL, IDLE, READ, SEED, SETUP, SIZES, WRITE, Size
 from kvlink.benchmarks.setups import Setups
 from kvlink.benchmarks.sides import SHM, TRANSPORTS, Order
@@ -51,6 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 record.flush()
 
         is_uvloop = arguments.loop == "uvloop"
+        if arguments.scale:
+            anyio.run(_measure_scale, arguments, emit, progress, backend_options={"use_uvloop": is_uvloop})
+            progress.clear()
+            if arguments.json != "-":
+                sys.stdout.write(write_curves(lines) + f"{machine()}, {versions()}\n")
+            if arguments.plot is not None:
+                for path in draw_scale(lines, arguments.plot):
+                    progress.say(f"wrote {path}")
+            return 0
         anyio.run(_measure_all, arguments, emit, progress, backend_options={"use_uvloop": is_uvloop})
         if arguments.peers is not None:
             _run_rivals(arguments, emit, progress)
@@ -97,6 +108,17 @@ async def _measure_all(arguments: argparse.Namespace, emit: Callable[[Line], Non
                 emit({**head, **common, **line, "load1": round(os.getloadavg()[0], 2)})
 
             await _measure(order, size, arguments, gate, finish, progress)
+
+
+async def _measure_scale(arguments: argparse.Namespace, emit: Callable[[Line], None], progress: Progress) -> None:
+    common = {"machine": machine(), "versions": versions()}
+
+    def finish(line: Line) -> None:
+        emit({**line, **common, "load1": round(os.getloadavg()[0], 2)})
+
+    await measure_scale(
+        finish, progress, num_links=arguments.links, num_processes=arguments.processes, idle_s=arguments.idle_s
+    )
 
 
 async def _measure(
@@ -182,6 +204,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-compiler", action="store_true", help="floor and comparison without a C compiler")
     parser.add_argument("--size", choices=tuple(SIZES), default=FULL.name, help="'tiny' tests the benchmark itself")
     parser.add_argument("--idle-s", type=float, default=2.0, help="seconds of IDLE (2)")
+    parser.add_argument("--scale", action="store_true", help="instead: how costs grow with links, caches and blocks")
+    parser.add_argument("--links", type=_positive, default=500, help="links of --scale (500)")
+    parser.add_argument("--processes", type=_positive, default=8, help="processes that these links lead to (8)")
     arguments = parser.parse_args(argv)
     if arguments.repeats is None:
         arguments.repeats = 2 if arguments.quick else 7

@@ -117,10 +117,15 @@ class LayerWatch:
 
 
 class Arrivals:
-    """What layer-wise pushes put into one cache. Reached as `KvCache.arrivals`."""
+    """What layer-wise pushes put into one cache. Reached as `KvCache.arrivals`.
 
-    def __init__(self, cache_id: int) -> None:
+    Args:
+        watched: this is in it while somebody watches; all of one cluster share it.
+    """
+
+    def __init__(self, cache_id: int, watched: set[Arrivals]) -> None:
         self._cache_id = cache_id
+        self._watched = watched
         self._watches: list[LayerWatch] = []
 
     def watch(self, *, tag: str | None = None, peer: int | None = None) -> LayerWatch:
@@ -133,6 +138,7 @@ class Arrivals:
         """
         watch = LayerWatch(self._cache_id, tag, peer, self._forget)
         self._watches.append(watch)
+        self._watched.add(self)
         return watch
 
     def take(self, peer: int, event: LayerEvent) -> None:
@@ -154,3 +160,5 @@ class Arrivals:
     def _forget(self, watch: LayerWatch) -> None:
         if watch in self._watches:
             self._watches.remove(watch)
+        if not self._watches:
+            self._watched.discard(self)

@@ -43,7 +43,7 @@ class KvCache:
         self.desc = entry.desc
         self.is_blocks = entry.geometry.is_blocks
         self.is_registered = not entry.is_consumable
-        self.arrivals = Arrivals(entry.cache_id)
+        self.arrivals = Arrivals(entry.cache_id, store.watched)
         self.store = store
         self._entry = entry
         self.live_entry: CacheEntry | None = entry

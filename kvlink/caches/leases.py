@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvlink.caches.table import CacheEntry, CacheTable
 from kvlink.errors import LinkBusyError
 from kvlink.keys import KeyName
 from kvlink.memory.stateregion import StateRegion
+
+_Key = TypeVar("_Key")
 
 
 class ReadLease(NamedTuple):
@@ -63,9 +65,13 @@ class LeaseBook:
         self._table = table
         self._state = state
         self.max_reads_per_holder = max_reads_per_holder
-        self._num_reads_of: dict[bytes, int] = {}
         self._reads: dict[int, ReadLease] = {}
         self._writes: dict[int, WriteLease] = {}
+        # Each lease once more by its holder, and write leases by their cache: so that no call looks at all of them.
+        self._reads_of: dict[bytes, dict[int, None]] = {}
+        self._writes_of: dict[bytes, dict[int, None]] = {}
+        self._writers: dict[int, dict[int, None]] = {}
+        self._shared: dict[tuple[bytes, int], int] = {}  # the one write lease of a holder that is not of a ticket
         self._suspects: dict[int, int] = {}
         self._next = 1
 
@@ -77,7 +83,7 @@ class LeaseBook:
         Raises:
             LinkBusyError: `holder`, or all together, have as many as they get.
         """
-        num_held = self._num_reads_of.get(holder, 0)
+        num_held = len(self._reads_of.get(holder, ()))
         if num_held >= self.max_reads_per_holder:
             raise LinkBusyError(
                 f"you hold {num_held} read leases already, which is ClusterConfig.max_leases_per_link here; "
@@ -91,7 +97,7 @@ class LeaseBook:
         lease = ReadLease(self.new_number(), word, generation, holder, entry, slot, name, expires_at)
         self._table.pin(entry)
         self._reads[lease.number] = lease
-        self._num_reads_of[holder] = num_held + 1
+        self._reads_of.setdefault(holder, {})[lease.number] = None
         return lease
 
     def close_read(self, holder: bytes, number: int, tensors: tuple[int, int] | None) -> None:
@@ -100,9 +106,7 @@ class LeaseBook:
         if lease is None or lease.holder != holder:
             return
         del self._reads[number]
-        self._num_reads_of[holder] -= 1
-        if not self._num_reads_of[holder]:
-            del self._num_reads_of[holder]
+        _discard(self._reads_of, holder, number)
         if tensors is not None:
             self._table.mark_read(lease.entry, lease.name, lease.slot, *tensors)
         self._state.end(lease.word)
@@ -110,19 +114,21 @@ class LeaseBook:
 
     def open_write(self, holder: bytes, entry: CacheEntry) -> int:
         """Give a write lease, or the one that `holder` already has on this cache, and return its number."""
-        for number, lease in self._writes.items():
-            if lease.holder == holder and lease.entry is entry and lease.on_closed is None:
-                return number
-        number = self.new_number()
-        self._table.pin(entry)
-        self._writes[number] = WriteLease(holder, entry)
+        number = self._shared.get((holder, entry.cache_id))
+        if number is None:
+            number = self._shared[holder, entry.cache_id] = self._enter(WriteLease(holder, entry))
         return number
 
     def open_fill(self, holder: bytes, entry: CacheEntry, blocks: Sequence[int], on_closed: Callable[[], None]) -> int:
         """Give a write lease for one ticket, apart from any other, and return its number."""
+        return self._enter(WriteLease(holder, entry, blocks, on_closed))
+
+    def _enter(self, lease: WriteLease) -> int:
         number = self.new_number()
-        self._table.pin(entry)
-        self._writes[number] = WriteLease(holder, entry, blocks, on_closed)
+        self._table.pin(lease.entry)
+        self._writes[number] = lease
+        self._writes_of.setdefault(lease.holder, {})[number] = None
+        self._writers.setdefault(lease.entry.cache_id, {})[number] = None
         return number
 
     def close_write(self, holder: bytes, number: int) -> None:
@@ -130,6 +136,10 @@ class LeaseBook:
         lease = self._writes.get(number)
         if lease is not None and lease.holder == holder:
             del self._writes[number]
+            _discard(self._writes_of, holder, number)
+            _discard(self._writers, lease.entry.cache_id, number)
+            if lease.on_closed is None:
+                del self._shared[holder, lease.entry.cache_id]
             self._suspects.pop(number, None)
             lease.entry.quarantined.pop(number, None)
             if lease.on_closed is not None:
@@ -138,7 +148,7 @@ class LeaseBook:
 
     def writers_of(self, entry: CacheEntry) -> list[tuple[bytes, int]]:
         """Return ``(holder, number)`` of the write leases on `entry`."""
-        return [(lease.holder, number) for number, lease in self._writes.items() if lease.entry is entry]
+        return [(self._writes[number].holder, number) for number in self._writers.get(entry.cache_id, ())]
 
     def quarantine(self, number: int, peer: int) -> None:
         """Note that the holder of a write lease, cluster `peer`, should write no more, and may. Unknown: no-op."""
@@ -149,7 +159,7 @@ class LeaseBook:
 
     def quarantine_all(self, holder: bytes, peer: int) -> None:
         """Note that for all write leases of a peer whose link was lost."""
-        for number in [number for number, lease in self._writes.items() if lease.holder == holder]:
+        for number in list(self._writes_of.get(holder, ())):
             self.quarantine(number, peer)
 
     def quarantined(self) -> dict[int, int]:
@@ -158,16 +168,16 @@ class LeaseBook:
 
     def is_writer(self, holder: bytes) -> bool:
         """Whether `holder` has a write lease on anything."""
-        return any(lease.holder == holder for lease in self._writes.values())
+        return holder in self._writes_of
 
     def drop_readers(self, holder: bytes) -> None:
         """End the read leases of a peer whose link has ended; nothing counts as delivered."""
-        for number in [number for number, lease in self._reads.items() if lease.holder == holder]:
+        for number in list(self._reads_of.get(holder, ())):
             self.close_read(holder, number, None)
 
     def drop_writers(self, holder: bytes) -> None:
         """End the write leases of a peer that is certain to write no more."""
-        for number in [number for number, lease in self._writes.items() if lease.holder == holder]:
+        for number in list(self._writes_of.get(holder, ())):
             self.close_write(holder, number)
 
     def expire(self, now: float) -> None:
@@ -191,3 +201,11 @@ class LeaseBook:
         number = self._next
         self._next += 1
         return number
+
+
+def _discard(index: dict[_Key, dict[int, None]], key: _Key, number: int) -> None:
+    """Take a lease out of an index, which keeps nothing for those who have none."""
+    numbers = index[key]
+    del numbers[number]
+    if not numbers:
+        del index[key]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import itemgetter
 from threading import get_ident
 
+from kvlink.caches.arrivals import Arrivals
 from kvlink.caches.kvcache import KvCache
 from kvlink.caches.leases import LeaseBook
 from kvlink.caches.table import CacheEntry, CacheTable
@@ -35,6 +38,7 @@ class CacheStore:
 
     Attributes:
         thread: the one that may use it; whoever hands it to another one sets this.
+        watched: the arrivals of caches that somebody watches.
         mark: ``mark[0]`` is 0 when nothing may be done any more: after `close`, and in a forked child.
     """
 
@@ -56,6 +60,10 @@ class CacheStore:
         self._pid = os.getpid()
         self.mark = make_mark()
         self.thread = get_ident()
+        self.watched: set[Arrivals] = set()
+        # Pool caches by where they begin in this process, and registered ones, which may lie anywhere.
+        self._placed: list[tuple[int, int, CacheEntry]] = []
+        self._registered: dict[int, CacheEntry] = {}
         self._next_movement = 1
         self._is_closed = False
 
@@ -128,6 +136,7 @@ class CacheStore:
         except BaseException:
             pool.free(offset)
             raise
+        insort(self._placed, (pool.segment.address + offset, entry.cache_id, entry), key=itemgetter(0))
         root = pool.segment.root(offset, stride * desc.num_tensors)
         self.table.watch_views(entry, root)
         tensors = as_tensors(root, stride, desc.num_tensors, desc.shape, desc.data_type.numpy_dtype)
@@ -160,6 +169,7 @@ class CacheStore:
             for region in {region for region, _ in places}:
                 self.memory.forget(region)
             raise
+        self._registered[entry.cache_id] = entry
         dtype = desc.data_type.numpy_dtype
         tensors = tuple(buffer.view(dtype).reshape(desc.shape) for buffer in flat)
         handle = KvCache(self, entry, tensors, self._forgotten)
@@ -170,17 +180,17 @@ class CacheStore:
         """Return the handle of a live cache, None where it was forgotten or never existed."""
         return self._handles.get(cache_id)
 
-    def handles(self) -> list[KvCache]:
-        """Return the handles of all live caches."""
-        return list(self._handles.values())
-
     def locate(self, address: int) -> CacheEntry:
         """Return the live cache that has `address` in one of its tensors.
 
         Raises:
             CacheNotFoundError: none has.
         """
-        for entry in self.table:
+        place = bisect_right(self._placed, address, key=itemgetter(0)) - 1
+        near = [self._placed[place][2]] if place >= 0 else []
+        for entry in (*near, *self._registered.values()):
+            if entry.has_ended:
+                continue
             for run in entry.geometry.runs:
                 if tensor_at(run, address - self.memory[run.region].address, entry.desc.tensor_nbytes) is not None:
                     return entry
@@ -285,12 +295,14 @@ class CacheStore:
         if self._is_closed:
             return
         if not entry.is_consumable:
+            del self._registered[entry.cache_id]
             for region in {run.region for run in entry.geometry.runs}:
                 self.memory.forget(region)
             return
         run = entry.geometry.runs[0]
         for pool in self._pools.values():
             if pool.region == run.region:
+                del self._placed[bisect_left(self._placed, pool.segment.address + run.offset, key=itemgetter(0))]
                 pool.free(run.offset)
 
 

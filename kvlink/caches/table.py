@@ -32,6 +32,7 @@ class CacheEntry:
         is_consumable: whether pulls release its request keys; memory that the caller owns is never consumed.
         is_held: whether the id reference lives.
         keys: the keys still bound, with their slots.
+        requests: the request keys among them, by their slots.
         pins: transfers, copies and leases that are using the memory right now.
         moving: the blocks that each of our own movements is using right now, by a number of the movement.
         quarantined: the blocks (None: all) that a peer may still write into and should not, by write lease.
@@ -52,6 +53,7 @@ class CacheEntry:
         "moving",
         "pins",
         "quarantined",
+        "requests",
         "root",
         "word",
     )
@@ -75,6 +77,7 @@ class CacheEntry:
         self.is_held = True
         self.has_ended = False
         self.keys: dict[KeyName, int] = {}
+        self.requests: dict[int, KeyName] = {}
         self.pins = 0
         self.moving: dict[int, Sequence[int]] = {}
         self.quarantined: dict[int, Sequence[int] | None] = {}
@@ -83,10 +86,7 @@ class CacheEntry:
 
     def key_at(self, slot: int) -> KeyName | None:
         """Return the request key bound to `slot`, if any."""
-        for name, bound in self.keys.items():
-            if bound == slot and name.namespace == "request":
-                return name
-        return None
+        return self.requests.get(slot)
 
     def mark_read(self, slot: int, start: int, stop: int) -> bool:
         """Note that tensors ``start..stop-1`` of `slot` were delivered; return whether all of them have been now."""
@@ -153,6 +153,7 @@ class CacheTable:
             if name is not None:
                 entry.keys[name] = slot
                 self._bound[name] = entry
+        entry.requests = {slot: name for name, slot in entry.keys.items() if name.namespace == "request"}
         return entry
 
     def watch_views(self, entry: CacheEntry, root: Bytes) -> None:
@@ -243,6 +244,8 @@ class CacheTable:
 
     def _unbind(self, entry: CacheEntry, name: KeyName) -> None:
         slot = entry.keys.pop(name)
+        if entry.requests.get(slot) == name:
+            del entry.requests[slot]
         entry.forget_reads(slot)
         del self._bound[name]
 

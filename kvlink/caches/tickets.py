@@ -175,7 +175,7 @@ class TicketBook:
         self._due: list[tuple[float, int]] = []
         self._claims: dict[int, Ticket] = {}
         self._used: dict[CacheEntry, BlockUse] = {}
-        self._probed: dict[Holder, float] = {}
+        self._probed: dict[Holder, tuple[float, float]] = {}  # what was last heard, and how long an answer may take
         self._sooner = anyio.Event()
         self._is_closed = False
         self._next = 1
@@ -312,10 +312,12 @@ class TicketBook:
                     self.end(ticket, TicketEnding.EXPIRED, f"nobody claimed it within {ticket.lease_s} s")
             elif self._silent_at(ticket) > now:
                 self._remind(ticket, self._silent_at(ticket))
-            elif self._probed.get(holder) != holder.heard_at:
-                self._probed[holder] = holder.heard_at
+            elif holder not in self._probed or self._probed[holder][0] != holder.heard_at:
+                self._probed[holder] = holder.heard_at, now + _PROBE_S
                 holder.post(Ping(0))
                 self._remind(ticket, now + _PROBE_S)
+            elif now < self._probed[holder][1]:  # for another ticket of the same holder
+                self._remind(ticket, self._probed[holder][1])
             else:
                 self.end(ticket, TicketEnding.PEER_LOST, f"nothing was heard from cluster {holder.peer} any more")
         if not self._live:

@@ -43,7 +43,8 @@ class Segment:
     """One memfd, mapped here in full.
 
     Attributes:
-        fd: the descriptor, open until `close`.
+        fd: the descriptor, open until `close`; -1 where it was attached, and after that.
+        address: where it is mapped.
         nbytes: its length, a whole number of pages.
         memory: all of it, shape ``(nbytes,)``, uint8; read-only where it was attached so.
     """
@@ -67,8 +68,10 @@ class Segment:
         # Also when nobody closes it: a segment that is dropped, by a cancelled start for one, keeps nothing.
         self._closer = weakref.finalize(self, os.close, fd)
         self._closer.atexit = False
+        self._is_open = True
         self.nbytes = nbytes
         self.memory: Bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.address = int(self.memory.ctypes.data)
 
     @classmethod
     def create(
@@ -146,7 +149,10 @@ class Segment:
             raise ProtocolError(
                 f"a peer sent memory of {length} bytes, seals {seals:#x}; announced were {nbytes} bytes"
             )
-        return cls(fd, nbytes, is_writable=is_writable)
+        segment = cls(fd, nbytes, is_writable=is_writable)
+        segment._closer()  # the mapping is enough; hundreds of peers would use descriptors up
+        segment.fd = -1
+        return segment
 
     def open_read_only(self) -> int:
         """Return a new descriptor of the same memory that cannot be mapped for writing; the caller closes it.
@@ -168,7 +174,8 @@ class Segment:
 
     def close(self) -> None:
         """Give up our descriptor and our references; the mapping itself ends with the last view. Idempotent."""
-        if self.fd >= 0:
+        if self._is_open:
+            self._is_open = False
             self._closer()
             self.fd = -1
             del self.memory, self._mapping

@@ -105,8 +105,8 @@ class CacheServer:
         self._held.lose(link, cause)
         leases.drop_readers(holder)
         self._staging.drop(holder)
-        for handle in self._store.handles():
-            handle.arrivals.lose(link.peer)
+        for arrivals in list(self._store.watched):
+            arrivals.lose(link.peer)
         if not leases.is_writer(holder):
             return
         if link.is_orderly:

@@ -60,7 +60,7 @@ class ShmTransport(Transport):
         self._config = config
         self._address = f"kvlink-{secrets.token_hex(16)}"
         self._expected: dict[bytes, _Expectation] = {}
-        self._strangers = Strangers(_MAX_STRANGERS)
+        self._strangers = Strangers(max(_MAX_STRANGERS, config.max_links))
         self._complaints = Complaints(_log)
         self._tasks: TaskGroup | None = None
         self._acceptor: Acceptor | None = None

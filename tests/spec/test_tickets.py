@@ -835,7 +835,7 @@ async def test_hundreds_of_held_tickets_cost_nothing() -> None:
         before = link.stats.messages_sent + link.stats.messages_received
         await anyio.sleep(1.2)
         messages = link.stats.messages_sent + link.stats.messages_received - before
-        assert messages < 100, "four pings a liveness limit and their answers, from both sides: about 50"
+        assert messages < 100, "a question a lease and liveness limit, and its answer, whatever the number of tickets"
         assert all(ticket.is_live for ticket in tickets)
         for each in held:
             each.drop()
