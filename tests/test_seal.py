@@ -78,6 +78,15 @@ def test_nothing_can_be_sent_back_to_its_sender(index: int) -> None:
         sender.open(sender.close(SAID[index]))
 
 
+def test_the_two_roles_prove_differently() -> None:
+    """At one place of one handshake the same words have another proof from the dialler than from the acceptor."""
+    shared: dict[str, Any] = {"secret": SECRET, "binding": b"", "dialler_nonce": bytes(32), "acceptor_nonce": bytes(32)}
+    proofs = [Seal(is_dialler=role, **shared).close(SAID[2]).proof for role in (True, False)]
+    assert proofs[0] != proofs[1]
+    with pytest.raises(WrongProofError):
+        Seal(is_dialler=True, **shared).open(Seal(is_dialler=True, **shared).close(SAID[2]))
+
+
 @pytest.mark.parametrize("index", range(len(SAID)))
 def test_what_was_recorded_is_worth_nothing_later(index: int) -> None:
     """A message of another handshake is refused at the same place of this one, and so is one of this one said twice."""

@@ -94,6 +94,7 @@ class UcxEndpoint(Endpoint):
     def __init__(self, services: Services, connection: WorkerEndpoint, card: bytes, pidfd: int | None) -> None:
         self.card = card
         self.settings = services.worker.context.applied
+        self.window_nbytes = services.config.max_inflight_nbytes
         self._services = services
         self._worker = services.worker
         self._connection = connection
