@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvlink.caches.ending import Ending
 from kvlink.caches.tickets import MAX_CAUSE
 from kvlink.checks import Tensors
-from kvlink.errors import TicketError
+from kvlink.errors import ParameterValueError, TicketError
 from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.tokens import TicketEnding, TicketOutcome, Token
@@ -46,6 +46,7 @@ class Coverage:
 
     def __init__(self, num_tensors: int, num_blocks: int) -> None:
         self._states: NDArray[np.uint8] = np.zeros((num_tensors, num_blocks), np.uint8)
+        self._num_left: NDArray[np.int64] = np.full(num_tensors, num_blocks, np.int64)
 
     def begin(self, tensors: Tensors, places: NDArray[np.int64]) -> bool:
         """Note that these are on their way; false, and no change, where one of them is or has been already."""
@@ -56,18 +57,23 @@ class Coverage:
 
     def end(self, tensors: Tensors, places: NDArray[np.int64], *, is_placed: bool) -> None:
         """Note that these are in place, or missing again."""
-        self._states[tensors.start : tensors.stop, places] = _PLACED if is_placed else _MISSING
+        chosen = slice(tensors.start, tensors.stop)
+        if not is_placed:
+            self._states[chosen, places] = _MISSING
+            return
+        self._num_left[chosen] -= (self._states[chosen, places] != _PLACED).sum(axis=1)
+        self._states[chosen, places] = _PLACED
 
     @property
     def is_whole(self) -> bool:
         """Whether everything is in place."""
-        return bool((self._states == _PLACED).all())
+        return not self._num_left.any()
 
     def whole_tensors(self, tensors: Tensors) -> list[Tensors]:
         """Return the longest runs, among these tensors, of which all blocks are in place."""
         runs: list[Tensors] = []
         for tensor in range(tensors.start, tensors.stop):
-            if not (self._states[tensor] == _PLACED).all():
+            if self._num_left[tensor]:
                 continue
             if runs and runs[-1].stop == tensor:
                 runs[-1] = Tensors(runs[-1].start, tensor + 1)
@@ -78,14 +84,15 @@ class Coverage:
     @property
     def missing_tensors(self) -> list[int]:
         """The tensors that have a block which is not in place."""
-        return [int(each) for each in np.flatnonzero((self._states != _PLACED).any(axis=1))]
+        return [int(each) for each in np.flatnonzero(self._num_left)]
 
 
 class HeldTicket:
     """A ticket of a peer's that we hold. Made by `KvCacheManager.hold_ticket`; a context manager, which drops it.
 
     Holding costs no messages. It lasts until everything has been moved (DONE), it is dropped, its owner takes it back,
-    or the link ends. A pull or push that fails leaves it held, to be tried again or dropped.
+    or the link ends. A pull or push that fails leaves it held, to be tried again or dropped. Forgetting the object gives
+    nothing back: drop it, or use it in a ``with``.
 
     Attributes:
         peer: the owner's cluster id.
@@ -108,6 +115,7 @@ class HeldTicket:
         self.coverage = Coverage(found.geometry.num_tensors, len(found.blocks))
         self.ending = Ending(f"ticket {said.number} of cluster {link.peer}")
         self._num_moving = 0
+        self._place_of: dict[int, int] = {}
         self._forget = forget
 
     def __enter__(self) -> HeldTicket:
@@ -156,6 +164,24 @@ class HeldTicket:
             TransferTimeoutError: not within `timeout_s`; the ticket goes on.
         """
         return await self.ending.wait(timeout_s=timeout_s)
+
+    def places_of(self, blocks: list[int]) -> tuple[NDArray[np.int64], list[int]]:
+        """Return where blocks of the owner stand in the ticket, and the blocks; none given means all, in order.
+
+        Raises:
+            ParameterError: the ticket is not about one of them.
+        """
+        if not blocks:
+            return np.arange(len(self.blocks)), list(self.blocks)
+        if not self._place_of:
+            self._place_of = {block: place for place, block in enumerate(self.blocks)}
+        try:
+            return np.array([self._place_of[block] for block in blocks]), blocks
+        except KeyError as exc:
+            name = f"{'dst' if self.is_write else 'src'}_blocks[{blocks.index(exc.args[0])}]"
+            raise ParameterValueError(
+                f"{name} is block {exc}; ticket {self.number} of cluster {self.peer} is not about it"
+            ) from None
 
     def begin(self, tensors: Tensors, places: NDArray[np.int64]) -> None:
         """Count a movement of the blocks at `places` of the ticket. Paired with `finish`. Internal.

@@ -33,7 +33,6 @@ from kvlink.errors import (
     CacheNotFoundError,
     FeatureNotEnabledError,
     KVLinkError,
-    ParameterValueError,
     ProtocolError,
     TicketError,
     TransferTimeoutError,
@@ -174,7 +173,7 @@ class TicketMover:
         """Move blocks under a held ticket, in the direction that it is for, and note what is in place."""
         entry, ours, local, remote, layers, width, timeout_s, started = request
         link, geometry, is_write = held.link, held.found.geometry, held.is_write
-        places, remote = places_in(held, remote)
+        places, remote = held.places_of(remote)
         if len(local) != len(remote):
             check_same_length(*((local, remote) if is_write else (remote, local)))
         range_name = "dst_layer_range" if is_write else "src_layer_range"
@@ -334,20 +333,6 @@ def join_pairs(local: list[int], remote: list[int], block_nbytes: int, *, is_wri
     if not is_write:
         return join_blocks(local, remote, block_nbytes)
     return [Piece(mine, theirs, nbytes) for theirs, mine, nbytes in join_blocks(remote, local, block_nbytes)]
-
-
-def places_in(held: HeldTicket, blocks: list[int]) -> tuple[NDArray[np.int64], list[int]]:
-    """Return where blocks of the owner stand in the ticket, and the blocks; none given means all, in order."""
-    if not blocks:
-        return np.arange(len(held.blocks)), list(held.blocks)
-    name = "dst" if held.is_write else "src"
-    place_of = {block: place for place, block in enumerate(held.blocks)}
-    for index, block in enumerate(blocks):
-        if block not in place_of:
-            raise ParameterValueError(
-                f"{name}_blocks[{index}] is block {block}; ticket {held.number} of cluster {held.peer} is not about it"
-            )
-    return np.array([place_of[block] for block in blocks]), blocks
 
 
 def _check_direction(number: int, owner: int, is_for_write: bool, is_write: bool) -> None:

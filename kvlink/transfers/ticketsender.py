@@ -15,7 +15,7 @@ from kvlink.tokens import TicketEnding, parse_token
 from kvlink.transfers.heldtickets import HeldTicket
 from kvlink.transfers.layerconfig import TransferWithTicketConfig
 from kvlink.transfers.layersender import WIDTH, BlocksToMove
-from kvlink.transfers.ticketcalls import TicketMover, join_pairs, move_under, places_in
+from kvlink.transfers.ticketcalls import TicketMover, join_pairs, move_under
 
 
 class TicketSender:
@@ -57,14 +57,14 @@ class TicketSender:
         geometry = held.found.geometry
         check_same_kind(self._entry.geometry, geometry, is_by_block=True)
         check_layers("dst_layer_range", self._their_layers(), geometry.num_tensors, WIDTH)
-        check_same_length(self._local(), places_in(held, self._moving.destination or [])[1])
+        check_same_length(self._local(), held.places_of(self._moving.destination or [])[1])
 
     async def send(self, layer: int) -> None:
         """Put one layer. Raises what a push raises."""
         held = self._held
         assert held is not None
         local, geometry = self._local(), held.found.geometry
-        places, remote = places_in(held, self._moving.destination or [])
+        places, remote = held.places_of(self._moving.destination or [])
         landed = self._their_layers()[layer - self.layers.start]
         theirs = Tensors(landed * WIDTH, landed * WIDTH + WIDTH)
         runs = select_runs(self._entry.geometry.runs, layer * WIDTH, layer * WIDTH + WIDTH)
