@@ -91,8 +91,8 @@ class HeldTicket:
     """A ticket of a peer's that we hold. Made by `KvCacheManager.hold_ticket`; a context manager, which drops it.
 
     Holding costs no messages. It lasts until everything has been moved (DONE), it is dropped, its owner takes it back,
-    or the link ends. A pull or push that fails leaves it held, to be tried again or dropped. Forgetting the object gives
-    nothing back: drop it, or use it in a ``with``.
+    or the link ends. A pull or push that fails leaves it held, to be tried again or dropped. Forgetting the object
+    gives nothing back: drop it, or use it in a ``with``.
 
     Attributes:
         peer: the owner's cluster id.
