@@ -222,6 +222,7 @@ async def test_a_stopped_receiver_costs_the_deadline_and_a_dead_one_fails_at_onc
     """Stopped: it may still arrive, the error says so, and it does, once. Killed: LinkLostError, for waiters too."""
     async with mix(1) as here, spawn_peer(2, "DECODER", pool="1MiB") as peer:
         await peer.call("link", clusters=[(1, here.address)])
+        await eventually(lambda: here.links, "our half")
         peer.stop()
         with pytest.raises(kv.TransferTimeoutError, match="may still arrive"):
             await here.notify(2, b"slow", timeout_s=0.05)
