@@ -76,7 +76,7 @@ def test_extents_are_those_of_the_long_way(pairs: list[tuple[int, int]], is_push
         return  # the callers do not come here with nothing
     num_extents = run(endpoint, local, remote, is_push=is_push)
     expected = plan_blocks(OURS, THEIRS, mine, peers, BLOCK, is_push=is_push)
-    assert [Extent(*extent) for extent in endpoint.moved] == expected
+    assert [Extent(*extent) for extent in endpoint.moved] == list(expected)
     assert num_extents == len(expected)
 
 

@@ -24,6 +24,7 @@ from kvlink.plan import (
     Piece,
     join_blocks,
     plan_blocks,
+    regions_of,
     restage,
     scatter_slot,
     spread,
@@ -189,7 +190,12 @@ def test_plan_blocks_is_join_and_spread(wanted: Request) -> None:
     """The arrays' way makes the very extents of `join_blocks` and `spread`, in their order."""
     ours, theirs = (np.array(f(wanted.numbers), np.int64) for f in (numbers_of_ours, numbers_of_theirs))
     extents = plan_blocks(wanted.local.runs, wanted.remote.runs, ours, theirs, wanted.block_nbytes)
-    assert extents == wanted.plan()
+    assert list(extents) == wanted.plan()
+    assert len(extents) == len(wanted.plan())
+    assert [extents[index] for index in range(len(extents))] == list(extents)
+    assert list(extents[1:]) == list(extents)[1:]
+    assert total_nbytes(extents) == total_nbytes(list(extents))
+    assert regions_of(extents) == regions_of(list(extents))
     assert all(type(extent) is Extent for extent in extents)
 
 
@@ -199,7 +205,7 @@ def test_plan_blocks_of_a_push(wanted: Request) -> None:
     ours, theirs = (np.array(f(wanted.numbers), np.int64) for f in (numbers_of_ours, numbers_of_theirs))
     pulled = plan_blocks(wanted.local.runs, wanted.remote.runs, ours, theirs, wanted.block_nbytes)
     pushed = plan_blocks(wanted.remote.runs, wanted.local.runs, theirs, ours, wanted.block_nbytes, is_push=True)
-    assert [Extent(*extent[3:6], *extent[:3], *extent[6:]) for extent in pushed] == pulled
+    assert [Extent(*extent[3:6], *extent[:3], *extent[6:]) for extent in pushed] == list(pulled)
 
 
 # ---- join_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -212,7 +213,7 @@ class LayerSender:
             first += run.num_tensors
         return None
 
-    def _plan(self, place: _Place) -> list[Extent]:
+    def _plan(self, place: _Place) -> Sequence[Extent]:
         source, destination, block_nbytes = self._moving
         own_nbytes = self._entry.desc.slot_nbytes
         slot_offset = self.config.src_batch_index * own_nbytes

@@ -18,7 +18,7 @@ from kvlink.memory.copying import Copier, Copy, complete, copy_row, copy_rows, m
 from kvlink.memory.pool import Bytes, Segment
 from kvlink.memory.regions import STATE, LocalMemory
 from kvlink.memory.stateregion import order_memory
-from kvlink.plan import Extent, ExtentFields, total_nbytes
+from kvlink.plan import Extent, ExtentFields, regions_of, total_nbytes
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors, permit_tracing
 from kvlink.transports.shm_channel import Channel, SharedRegion
@@ -90,7 +90,7 @@ class ShmEndpoint(Endpoint):
 
     async def get(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
         self._check_open()
-        if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
+        if self._foreign and not self._foreign.keys().isdisjoint(regions_of(extents)[1]):
             await self._copy_foreign(extents, nbytes, is_write=False)
             return
         if nbytes <= self.immediate_nbytes:
@@ -106,7 +106,7 @@ class ShmEndpoint(Endpoint):
 
     async def put(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
         self._check_open()
-        if self._foreign and any(extent.remote_region in self._foreign for extent in extents):
+        if self._foreign and not self._foreign.keys().isdisjoint(regions_of(extents)[1]):
             await self._copy_foreign(extents, nbytes, is_write=True)
             return
         if nbytes <= self.immediate_nbytes:
@@ -136,7 +136,7 @@ class ShmEndpoint(Endpoint):
 
     def _memories(self, extents: Sequence[Extent]) -> tuple[dict[int, Bytes], dict[int, Bytes]]:
         """Return the memory of each region that `extents` name, ours and the peer's, as it is now."""
-        ours, theirs = {extent[0] for extent in extents}, {extent[3] for extent in extents}
+        ours, theirs = regions_of(extents)
         return {number: self._local[number].memory for number in ours}, {
             number: self._remote[number] for number in theirs
         }

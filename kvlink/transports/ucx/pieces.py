@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlink.plan import Extent
+from kvlink.plan import Extent, Extents
 
 _FIELDS = len(Extent._fields)
 
@@ -26,7 +26,10 @@ class Pieces(NamedTuple):
 
 def cut_pieces(extents: Sequence[Extent], longest_nbytes: int) -> list[Pieces]:
     """Return the rows of `extents`, none longer than `longest_nbytes`, grouped by the regions that they are in."""
-    table = np.fromiter(chain.from_iterable(extents), np.int64, _FIELDS * len(extents)).reshape(-1, _FIELDS)
+    if isinstance(extents, Extents):
+        table = extents.table
+    else:
+        table = np.fromiter(chain.from_iterable(extents), np.int64, _FIELDS * len(extents)).reshape(-1, _FIELDS)
     table = table[(table[:, 6] > 0) & (table[:, 7] > 0)]
     groups = []
     while len(table):
