@@ -47,6 +47,8 @@ async def _prove(settings: dict[str, Any]) -> None:
             if is_linked:
                 _emit("carrier", **_carrier(here))
             await _run_all(scene, settings, is_linked=is_linked)
+            if is_linked:
+                _emit("carrier", **_carrier(here))  # UCX says what serves a link once it has been used
 
 
 async def _run_all(scene: Scene, settings: dict[str, Any], *, is_linked: bool) -> None:
@@ -67,7 +69,9 @@ async def _run_all(scene: Scene, settings: dict[str, Any], *, is_linked: bool) -
 
 def _carrier(here: Cluster) -> dict[str, Any]:
     """Return what carries the link to the steady target."""
-    link = next(link for link in here.links if link.peer == STEADY)
+    link = next((link for link in here.links if link.peer == STEADY), None)
+    if link is None:
+        return {}
     lanes = list(getattr(link.endpoint, "lanes", ()))
     return {"transport": link.transport, "reason": link.reason, "lanes": lanes}
 

@@ -38,7 +38,7 @@ class Report:
             self.doing = content["name"]
         elif line["kind"] == "about":
             self.about = content
-        elif line["kind"] == "carrier":
+        elif line["kind"] == "carrier" and content:
             self.carrier = content
 
     def take_death(self, how: str) -> None:
@@ -56,14 +56,13 @@ class Report:
         """Say what is proved, and what is not."""
         if not self.carrier:
             return "Nothing is proved: the two sides were not linked."
-        over = self.carrier["transport"]
+        over, lanes = self.carrier["transport"], self.carrier.get("lanes", [])
+        by = f"{over} ({', '.join(lanes)})" if lanes else "shared memory" if over == "shm" else over
         if not self.has_passed:
-            return f"Not proved over {over}: see the steps that failed."
-        lanes = self.carrier.get("lanes", [])
+            return f"Not proved over {by}: see the steps that failed."
         fabric = [lane for lane in lanes if lane.startswith(RDMA_LANES)]
         if fabric:
             return f"Proved over RDMA: everything passed over UCX's {', '.join(fabric)}."
-        by = f"{over} ({', '.join(lanes)})" if lanes else "shared memory" if over == "shm" else over
         return (
             f"Everything passed over {by}. That proves the checks, and nothing about RDMA: "
             "run the two sides on two machines that have it."

@@ -98,10 +98,12 @@ class Actor:
         """Hold the event loop."""
         time.sleep(seconds)
 
-    async def link(self, clusters: list[tuple[int, str]], timeout_s: float | None = None) -> list[str]:
+    async def link(
+        self, clusters: list[tuple[int, str]], timeout_s: float | None = None, relink: bool = False
+    ) -> list[str]:
         """Link; return the status of each, or raise the first error."""
         infos = [kv.ClusterInfo(cluster_id, address) for cluster_id, address in clusters]
-        results = await self._cluster.link_clusters(infos, timeout_s=timeout_s)
+        results = await self._cluster.link_clusters(infos, timeout_s=timeout_s, relink=relink)
         results.raise_for_status()
         return [result.status.name for result in results.results]
 
