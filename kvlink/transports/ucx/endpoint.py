@@ -28,13 +28,13 @@ from kvlink.errors import (
 )
 from kvlink.memory.regions import STATE
 from kvlink.memory.stateregion import WORD_NBYTES
-from kvlink.plan import Extent
+from kvlink.plan import Extent, ExtentFields
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.cards import unpack_key
 from kvlink.transports.ucx.pieces import cut_pieces
 from kvlink.transports.ucx.registry import Registered
-from kvlink.transports.ucx.requests import Group, Transfer
+from kvlink.transports.ucx.requests import ROW, Group, Transfer
 from kvlink.transports.ucx.services import Services
 from kvlink.transports.ucx.worker import WorkerEndpoint
 from kvlink.wire import Share
@@ -105,6 +105,7 @@ class UcxEndpoint(Endpoint):
         self._shared: set[int] = set()
         self._changed = anyio.Event()
         self._is_wired = False
+        self._is_copying = False
         self._is_closed = False
         self._closed = anyio.Event()
         self._post: Callable[[Share], None] | None = None
@@ -113,6 +114,27 @@ class UcxEndpoint(Endpoint):
         # What serves the link is known once it has been used; until then its silence counts, as that of another host.
         self.capabilities = Capabilities(is_one_sided=services.is_one_sided, is_same_host=False)
         connection.on_failed = self._on_failed
+
+    def get_at_once(self, extent: ExtentFields) -> bool:
+        return self._is_copying and self._move_at_once(extent, is_put=False)
+
+    def put_at_once(self, extent: ExtentFields) -> bool:
+        return self._is_copying and self._move_at_once(extent, is_put=True)
+
+    def peek_word(self, word: int) -> int | None:
+        remote = self._remote.get(STATE)
+        if not self._is_copying or remote is None or (word + 1) * WORD_NBYTES > remote.nbytes:
+            return None
+        words = self._services.words
+        where, memh = words.address_of(words.now), words.registered.memh
+        status = self._worker.move_now(
+            self._connection, False, where, WORD_NBYTES, remote.address + word * WORD_NBYTES, memh, remote.rkey
+        )
+        if status == ucp.OK:
+            return words.value(words.now)
+        if status is not None:
+            self._give_up(status)
+        return None
 
     async def get(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
         await self._move(extents, nbytes, is_put=False)
@@ -208,6 +230,36 @@ class UcxEndpoint(Endpoint):
             self._worker.close_endpoint(self._connection, self._closed.set)
         except ClosedError:
             self._closed.set()
+
+    def _move_at_once(self, extent: ExtentFields, *, is_put: bool) -> bool:
+        region, offset, stride, peer_region, peer_offset, peer_stride, nbytes, num_rows = extent
+        ours, theirs = self._services.registry.get(region), self._remote.get(peer_region)
+        if ours is None or theirs is None or num_rows > ROW:
+            return False
+        last, peer_last = offset + (num_rows - 1) * stride, peer_offset + (num_rows - 1) * peer_stride
+        if (
+            min(offset, last, peer_offset, peer_last) < 0
+            or max(offset, last) + nbytes > ours.nbytes
+            or max(peer_offset, peer_last) + nbytes > theirs.nbytes
+        ):
+            raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
+        local, remote = ours.address + offset, theirs.address + peer_offset
+        if num_rows == 1:
+            status = self._worker.move_now(self._connection, is_put, local, nbytes, remote, ours.memh, theirs.rkey)
+        else:
+            transfer = Transfer(
+                self._connection,
+                is_put=is_put,
+                local=[local + row * stride for row in range(num_rows)],
+                nbytes=[nbytes] * num_rows,
+                remote=[remote + row * peer_stride for row in range(num_rows)],
+                groups=[Group(num_rows, ours.memh, theirs.rkey)],
+                keep=ours,
+            )
+            status = transfer.status if self._worker.finish_now(transfer) else None
+        if status is not None and status != ucp.OK:
+            self._give_up(status)
+        return status == ucp.OK
 
     async def _move(self, extents: Sequence[Extent], nbytes: int, *, is_put: bool) -> None:
         self._check_open()
@@ -343,6 +395,10 @@ class UcxEndpoint(Endpoint):
             is_one_sided=self._services.is_one_sided and not set(lanes) <= _COPYING_LANES,
             is_same_host=self._pidfd is not None and set(lanes) <= _LOCAL_LANES,
         )
+        # Then a transfer is a system call of ours: it needs no deadline, and small ones may be done where they stand.
+        self._is_copying = self.capabilities.is_one_sided and set(lanes) <= _LOCAL_LANES
+        if self._is_copying:
+            self.immediate_nbytes, self.has_immediate_words = self._services.inline_nbytes, True
         self._is_wired = True
         self._tell()
 

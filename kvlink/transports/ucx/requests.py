@@ -113,7 +113,7 @@ class Slots:
     def __init__(self, context: Context, num_requests: int) -> None:
         ffi, libc = context.library.ffi, context.library.libc
         self._api = context.library.api
-        num_rows = max(1, num_requests // ROW)
+        num_rows = max(1, num_requests // ROW) + 1  # the last row is for `issue_one`
         stride = -(-(context.request_nbytes + 16) // _ALIGNMENT) * _ALIGNMENT
         self._memory: Bytes = np.zeros(num_rows * ROW * stride + _ALIGNMENT, np.uint8)
         # UCX's own part of a request lies in front of what its pointer points to.
@@ -137,7 +137,8 @@ class Slots:
             param.op_attr_mask = ucp.OP_REQUEST | ucp.OP_CALLBACK | ucp.OP_USER_DATA | ucp.OP_MEMORY_TYPE | ucp.OP_MEMH
             param.request, param.callback, param.user_data = address + index * stride, callback, 1
             param.memory_type = ucp.MEMORY_HOST
-        self._free = list(range(num_rows))
+        self._free = list(range(num_rows - 1))
+        self._one, self._one_param = self._statuses[-1][:1], self._params[-1][0]
 
     @property
     def has_room(self) -> bool:
@@ -171,6 +172,21 @@ class Slots:
         if end == group.stop:
             transfer.groups.popleft()
         return total
+
+    def issue_one(self, ep: Any, is_put: bool, local: int, nbytes: int, remote: int, memh: int, rkey: Any) -> int:
+        """Put one request on its way, outside of any transfer and one at a time; return its status."""
+        self._one[0] = ucp.IN_PROGRESS
+        self._one_param.memh = memh
+        move = self._api.ucp_put_nbx if is_put else self._api.ucp_get_nbx
+        answer = int(move(ep, local, nbytes, remote, rkey, self._one_param))
+        if answer == 0:
+            return ucp.OK
+        return answer - 2**64 if answer >= ucp.FIRST_ERROR_POINTER else ucp.IN_PROGRESS
+
+    def status_of_one(self) -> int:
+        """Return the status of the request of `issue_one`."""
+        status = int(self._one[0])
+        return status if status <= ucp.IN_PROGRESS else status - 256
 
     def has_ended(self, row: Row) -> bool:
         """Whether no request of a row is in flight."""

@@ -20,6 +20,7 @@ class Words:
 
     Attributes:
         nowhere: a place for words that nobody looks at.
+        now: a place for words that are loaded before anything else happens.
 
     Args:
         memory: of `Words.make_memory`.
@@ -28,9 +29,9 @@ class Words:
 
     def __init__(self, memory: NDArray[np.uint64], registered: Registered) -> None:
         self.registered = registered
-        self.nowhere = 0
+        self.nowhere, self.now = 0, 1
         self._memory = memory
-        self._free = list(range(1, len(memory)))
+        self._free = list(range(2, len(memory)))
         self._freed = anyio.Event()
 
     @classmethod
