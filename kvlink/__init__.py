@@ -57,6 +57,7 @@ from kvlink.transfers.layerconfig import (
 from kvlink.transfers.layerwise import CacheTask
 from kvlink.transfers.manager import KvCacheManager
 from kvlink.transfers.prepared import PreparedPull, PreparedPush
+from kvlink.transports.ucx.providers import Handles as UcxHandles
 from kvlink.ucxconfig import UcxConfig
 
 __version__ = "0.1.0"
@@ -130,6 +131,7 @@ __all__ = [
     "TransferWithTicketConfig",
     "TransportError",
     "UcxConfig",
+    "UcxHandles",
     "__version__",
 ]
 

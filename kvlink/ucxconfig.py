@@ -36,7 +36,8 @@ class UcxConfig:
         library_path: the libucp to use, a file or a soname; None for the search order of `kvlink doctor`.
         progress: ``"thread"`` moves bytes in a thread; ``"loop"`` in the event loop, for RDMA, where the device copies.
         provider: whose context and worker are used: ``"own"``, or those that ``"ucxx"`` or ``"ucx-py"`` have made
-            in this process. An object with the integers ``context`` and ``worker`` is used as it is.
+            in this process. An object with the integers ``context`` and ``worker`` (see `UcxHandles`) is used as it is.
+            Its owner has set it up, so the fields above this one do not apply, `allow_tcp` and `library_path` excepted.
         allow_version_mismatch: link to a peer with another major or minor version of UCX. Some pairs crash.
         max_requests: gets and puts in flight at once; 512 hide the latency of any network at 16 KiB.
         max_inflight_nbytes: bytes in flight at once; bounds how long a cancellation waits.
@@ -89,6 +90,8 @@ class UcxConfig:
                 raise ParameterTypeError(f"ucx.{name} must be True or False, got {getattr(self, name)!r}")
         if self.progress not in ("thread", "loop"):
             raise ParameterValueError(f"ucx.progress must be 'thread' or 'loop', got {self.progress!r}")
+        if self.progress == "loop" and self.provider != "own":
+            raise ParameterValueError("ucx.progress must be 'thread' with the worker of another provider")
         if self.library_path is not None and not isinstance(self.library_path, str):
             raise ParameterTypeError(f"ucx.library_path must be text or None, got {self.library_path!r}")
         if isinstance(self.provider, str) and self.provider not in PROVIDERS:

@@ -7,12 +7,14 @@ report, and does not stop anything.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from typing import Any, Final
 
 from kvlink.errors import FeatureNotEnabledError, LinkError
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.library import Library, load, rdma_devices
+from kvlink.transports.ucx.providers import Handles
 from kvlink.ucxconfig import UcxConfig
 
 _SAME_HOST: Final = ("posix", "cma")
@@ -60,6 +62,7 @@ class Context:
         address: how peers reach the worker.
         request_nbytes: what UCX needs in front of a request of ours.
         fd: becomes readable when there is something to do, after `arm`.
+        longest_sleep_ms: how long to wait for it while something is in flight; None where it tells of everything.
     """
 
     def __init__(self, library: Library, handle: Any, worker: Any, *, is_own: bool) -> None:
@@ -68,6 +71,7 @@ class Context:
         self.worker = worker
         self.applied: dict[str, str] = {}
         self.refused: dict[str, str] = {}
+        self.keep: object = None
         self._is_own = is_own
         ffi, api = library.ffi, library.api
         attributes = ffi.new("ucp_context_attr_t *")
@@ -79,14 +83,17 @@ class Context:
         library.check(api.ucp_worker_query(worker, worker_attributes), "asking for the worker's address")
         self.address = bytes(ffi.buffer(worker_attributes.address, worker_attributes.address_length))
         api.ucp_worker_release_address(worker, worker_attributes.address)
-        self.fd = -1
+        self.longest_sleep_ms: int | None = None
         if is_own:
             fd = ffi.new("int *")
             library.check(api.ucp_worker_get_efd(worker, fd), "asking for the worker's descriptor")
             self.fd = int(fd[0])
+        else:  # the worker's own descriptor is its owner's business
+            self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self.longest_sleep_ms = 1
 
     @classmethod
-    def create(cls, config: UcxConfig) -> Context:
+    def create(cls, config: UcxConfig, thread_mode: int = ucp.THREAD_MODE_SERIALIZED) -> Context:
         """Make one of our own. May take a second where there are many devices.
 
         Raises:
@@ -117,7 +124,7 @@ class Context:
             api.ucp_config_release(ucx_config[0])
         worker = ffi.new("ucp_worker_h *")
         worker_params = ffi.new("ucp_worker_params_t *")
-        worker_params.field_mask, worker_params.thread_mode = ucp.WORKER_PARAM_THREAD_MODE, ucp.THREAD_MODE_SERIALIZED
+        worker_params.field_mask, worker_params.thread_mode = ucp.WORKER_PARAM_THREAD_MODE, thread_mode
         try:
             library.check(api.ucp_worker_create(handle[0], worker_params, worker), "making a worker")
             made = cls(library, handle[0], worker[0], is_own=True)
@@ -130,13 +137,43 @@ class Context:
         made.applied = {name: value for name, value in settings.items() if name not in refused}
         return made
 
+    @classmethod
+    def adopt(cls, handles: Handles, config: UcxConfig) -> Context:
+        """Use a context and a worker that somebody else has made, and ends.
+
+        Raises:
+            FeatureNotEnabledError: only one thread may use the worker.
+        """
+        library = load(config.library_path)
+        ffi, api = library.ffi, library.api
+        worker = ffi.cast("ucp_worker_h", handles.worker)
+        attributes = ffi.new("ucp_worker_attr_t *")
+        attributes.field_mask = ucp.WORKER_ATTR_THREAD_MODE
+        library.check(api.ucp_worker_query(worker, attributes), "asking for the worker's thread mode")
+        if attributes.thread_mode != ucp.THREAD_MODE_MULTI:
+            raise FeatureNotEnabledError(
+                "kvlink uses a worker of UCX from a thread of its own; make it with UCS_THREAD_MODE_MULTI"
+            )
+        made = cls(library, ffi.cast("ucp_context_h", handles.context), worker, is_own=False)
+        made.keep = handles.keep
+        return made
+
     def arm(self) -> bool:
         """Return whether `fd` will tell of the next event; False when there is something to do already."""
+        if not self._is_own:
+            try:
+                os.eventfd_read(self.fd)
+            except BlockingIOError:
+                return True
+            return False
         status = self.library.api.ucp_worker_arm(self.worker)
         return bool(status == ucp.OK)
 
     def wake(self) -> None:
         """Make `fd` readable. From any thread."""
+        if not self._is_own:
+            os.eventfd_write(self.fd, 1)
+            return
         self.library.api.ucp_worker_signal(self.worker)
 
     def describe_transports(self, ep: Any) -> tuple[str, ...]:
@@ -161,4 +198,6 @@ class Context:
         if self.handle is not None and self._is_own:
             self.library.api.ucp_worker_destroy(self.worker)
             self.library.api.ucp_cleanup(self.handle)
-        self.handle = self.worker = None
+        elif self.handle is not None:
+            os.close(self.fd)
+        self.handle = self.worker = self.keep = None

@@ -391,13 +391,21 @@ class UcxEndpoint(Endpoint):
 
     def _take_lanes(self, lanes: tuple[str, ...]) -> None:
         self.lanes = lanes
+        if "tcp" in lanes and set(lanes) <= _COPYING_LANES and not self._services.config.allow_tcp:
+            self._lost(
+                FeatureNotEnabledError(
+                    f"UCX serves this link over {', '.join(lanes)}, where get and put are imitated, and a peer's death "
+                    "can take this process down; use RDMA or shared memory, or set UcxConfig.allow_tcp"
+                )
+            )
+            return
         self.capabilities = Capabilities(
             is_one_sided=self._services.is_one_sided and not set(lanes) <= _COPYING_LANES,
             is_same_host=self._pidfd is not None and set(lanes) <= _LOCAL_LANES,
         )
         # Then a transfer is a system call of ours: it needs no deadline, and small ones may be done where they stand.
         self._is_copying = self.capabilities.is_one_sided and set(lanes) <= _LOCAL_LANES
-        if self._is_copying:
+        if self._is_copying and self.immediate_nbytes < 0:
             self.immediate_nbytes, self.has_immediate_words = self._services.inline_nbytes, True
         self._is_wired = True
         self._tell()

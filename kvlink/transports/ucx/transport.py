@@ -23,6 +23,7 @@ from kvlink.transports.ucx.cards import Card, Host, check_versions, pack_card, u
 from kvlink.transports.ucx.context import Context
 from kvlink.transports.ucx.endpoint import UcxEndpoint
 from kvlink.transports.ucx.library import ONE_SIDED
+from kvlink.transports.ucx.providers import find_handles
 from kvlink.transports.ucx.registry import Registry
 from kvlink.transports.ucx.services import Services, Words
 from kvlink.transports.ucx.worker import Worker, WorkerEndpoint
@@ -52,7 +53,10 @@ class UcxTransport(Transport):
             FeatureNotEnabledError: there is no UCX here that can be used, and what to do about it.
         """
         config = self._config.ucx
-        context = await anyio.to_thread.run_sync(Context.create, config)
+        if config.provider == "own":
+            context = await anyio.to_thread.run_sync(Context.create, config)
+        else:
+            context = Context.adopt(find_handles(config.provider), config)
         worker = Worker(context, max_requests=config.max_requests, max_inflight_nbytes=config.max_inflight_nbytes)
         has_thread = config.progress == "thread"
         worker.start(current_call_soon(), has_thread=has_thread)

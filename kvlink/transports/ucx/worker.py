@@ -90,6 +90,7 @@ class Worker:
         self._active: deque[Transfer] = deque()
         self._closing: list[WorkerEndpoint] = []
         self._finished: list[Callable[[], None]] = []
+        self._is_own = context.longest_sleep_ms is None
         self._slots = Slots(context, max_requests)
         self._max_nbytes = max_inflight_nbytes
         self._inflight_nbytes = 0
@@ -309,7 +310,7 @@ class Worker:
                     break
                 self._inflight_nbytes += slots.issue(transfer)
         progress, worker = self._api.ucp_worker_progress, self.context.worker
-        num_events = progress(worker)
+        num_events = progress(worker) if self._is_own or active or self._closing else 0
         if active:
             if num_events:
                 for _ in range(_MORE_PROGRESS):
@@ -453,7 +454,7 @@ class Worker:
                         return
                     is_busy = not self.context.arm()
             if not is_busy:
-                poller.poll()
+                poller.poll(self.context.longest_sleep_ms if self._active or self._closing else None)
 
 
 def _nothing() -> None:
