@@ -32,11 +32,11 @@ from kvlink.plan import Extent, ExtentFields
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.cards import unpack_key
+from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.pieces import cut_pieces
 from kvlink.transports.ucx.registry import Registered
 from kvlink.transports.ucx.requests import ROW, Group, Transfer
 from kvlink.transports.ucx.services import Services
-from kvlink.transports.ucx.worker import WorkerEndpoint
 from kvlink.wire import Share
 
 _log = logging.getLogger(__name__)

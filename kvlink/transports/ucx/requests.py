@@ -24,8 +24,8 @@ from kvlink.transports.ucx import declarations as ucp
 
 if TYPE_CHECKING:
     from kvlink.memory.pool import Bytes
+    from kvlink.transports.ucx.connection import WorkerEndpoint
     from kvlink.transports.ucx.context import Context
-    from kvlink.transports.ucx.worker import WorkerEndpoint
 
 ROW: Final = 64
 """Slots that are taken, filled and looked at together."""

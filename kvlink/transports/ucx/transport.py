@@ -20,13 +20,14 @@ from kvlink.loops import current_call_soon
 from kvlink.memory.regions import HOST_POOL, POOL, STATE, LocalMemory
 from kvlink.transports.base import Endpoint, Offer, Transport
 from kvlink.transports.ucx.cards import Card, Host, check_versions, pack_card, unpack_card
+from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.context import Context
 from kvlink.transports.ucx.endpoint import UcxEndpoint
 from kvlink.transports.ucx.library import ONE_SIDED
 from kvlink.transports.ucx.providers import find_handles
 from kvlink.transports.ucx.registry import Registry
 from kvlink.transports.ucx.services import Services, Words
-from kvlink.transports.ucx.worker import Worker, WorkerEndpoint
+from kvlink.transports.ucx.worker import Worker
 
 
 class UcxTransport(Transport):

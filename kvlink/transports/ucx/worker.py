@@ -27,6 +27,7 @@ import anyio.lowlevel
 from kvlink.errors import ClosedError
 from kvlink.loops import CallSoon
 from kvlink.transports.ucx import declarations as ucp
+from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.context import Context
 from kvlink.transports.ucx.requests import Slots, Transfer
 
@@ -49,28 +50,6 @@ _HOPE_S: Final = 1.0
 """A copy by this process that takes longer is not going to end: the endpoint is closed by force, which ends it."""
 
 _JOIN_S: Final = 5.0
-
-
-class WorkerEndpoint:
-    """A connection of the worker to a peer's. All fields belong to whoever has the worker's lock.
-
-    Attributes:
-        ep: UCX's handle, None before it is made and after it was closed.
-        rkeys: the peer's regions that were unpacked for it.
-        num_transfers: on their way.
-        failure: the first status of something that failed.
-        on_failed, on_closed: called on the event loop when UCX has found the peer dead, and when nothing is left.
-    """
-
-    def __init__(self) -> None:
-        self.ep: Any = None
-        self.rkeys: list[Any] = []
-        self.num_transfers = 0
-        self.failure = ucp.OK
-        self.closing: int | None = None
-        self.on_failed: Callable[[], None] | None = None
-        self.on_closed: Callable[[], None] | None = None
-        self.handle: Any = None
 
 
 class Worker:
@@ -234,22 +213,8 @@ class Worker:
             self.ask(_nothing)
 
     def open_endpoint(self, endpoint: WorkerEndpoint, address: bytes) -> None:
-        """In a turn: connect to the worker at `address`, which must come from a UCX of a version that fits.
-
-        Raises:
-            LinkError: UCX refuses.
-        """
-        library = self.context.library
-        ffi = library.ffi
-        packed, made = ffi.new("char[]", address), ffi.new("ucp_ep_h *")
-        params = ffi.new("ucp_ep_params_t *")
-        params.field_mask = ucp.EP_PARAM_REMOTE_ADDRESS | ucp.EP_PARAM_ERR_MODE | ucp.EP_PARAM_ERR_HANDLER
-        params.address = ffi.cast("ucp_address_t *", packed)
-        params.err_mode = ucp.ERR_MODE_PEER
-        params.err_handler.callback = ffi.cast("void *", self._on_error)
-        params.err_handler.argument = endpoint.handle = ffi.new_handle(endpoint)
-        library.check(self._api.ucp_ep_create(self.context.worker, params, made), "connecting")
-        endpoint.ep = made[0]
+        """In a turn: connect; see `WorkerEndpoint.open`."""
+        endpoint.open(self.context, address, self._on_error)
 
     def close_endpoint(self, endpoint: WorkerEndpoint, on_closed: Callable[[], None]) -> None:
         """Close an endpoint by force: what is in flight over it ends, and then `on_closed` is called."""
@@ -418,10 +383,7 @@ class Worker:
             if endpoint.num_transfers:
                 continue
             self._closing.remove(endpoint)
-            for rkey in endpoint.rkeys:
-                self._api.ucp_rkey_destroy(rkey)
-            endpoint.rkeys.clear()
-            endpoint.handle = None
+            endpoint.forget(self._api)
             if endpoint.on_closed is not None:
                 self._finished.append(endpoint.on_closed)
 
