@@ -155,6 +155,25 @@ async def test_a_cut_cable_is_noticed_and_a_host_that_returns_links_again(
             await expect_moves(owner, puller)
 
 
+async def test_a_link_comes_back_by_itself_when_the_cable_is_mended(
+    hosts: tuple[FarHost, FarHost], carrier: Carrier
+) -> None:
+    """With ``relink`` nobody needs to do anything: attempts into the dark end by their deadline, and one succeeds."""
+    quick = {"relink_min_s": 0.05, "relink_max_s": 0.2, "link_timeout_s": 0.5}
+    with laid(Cable(*hosts)) as cable:
+        async with owner_and_puller(hosts, carrier, config=quick) as (owner, puller):
+            await puller.call("link", clusters=[(1, owner.address)], timeout_s=5.0, relink=True)
+            await expect_moves(owner, puller)
+            cable.cut()
+            await lost(puller)
+            await lost(owner)
+            with pytest.raises(kv.NotLinkedError, match="Re-linking is under way"):
+                await puller.call("pull_blocks", peer=1, model_id=0, cache=1, src_blocks=BLOCKS, dst_blocks=BLOCKS)
+            cable.mend()
+            await until(lambda: puller.call("links"), lambda links: links)
+            await expect_moves(owner, puller)
+
+
 @slow_cable
 async def test_a_cut_that_no_interface_reports(hosts: tuple[FarHost, FarHost], carrier: Carrier) -> None:
     """A switch that dies takes no carrier down: the link is lost by silence, and a call that waits ends with it.

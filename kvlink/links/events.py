@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -130,14 +129,9 @@ class LinkEventStream:
 
 
 class LinkEvents:
-    """The events of one cluster, and who listens.
-
-    Attributes:
-        on_change: told of every change at once, before the listeners; bookkeeping that must not wait.
-    """
+    """The events of one cluster, and who listens."""
 
     def __init__(self) -> None:
-        self.on_change: list[Callable[[LinkChange], None]] = []
         # Weak: a listener that was forgotten without being closed costs nothing any more.
         self._listeners: weakref.WeakSet[LinkEventStream] = weakref.WeakSet()
         self._lives: dict[int, bytes] = {}
@@ -174,7 +168,5 @@ class LinkEvents:
             stream.end()
 
     def _publish(self, event: LinkChange) -> None:
-        for told in self.on_change:
-            told(event)
         for stream in self._listeners:
             stream.put(event)
