@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -12,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvlink as kv
+from kvlink.loops import current_call_soon
 from kvlink.testing import Fault, Faults, FaultyEndpoint, FaultyTransport
 from kvlink.testing.faults import Dice
-from tests.support.inside import link_to
-from tests.support.loops import asyncio_and_trio, eventually
+from tests.support.inside import link_to, num_write_leases
+from tests.support.loops import asyncio_and_trio, asyncio_and_uvloop, eventually
 from tests.support.pattern import Stamp, expect, fill
 
 DESC = kv.CacheDesc(4, (32, 1024), "uint8")
@@ -132,6 +137,33 @@ async def test_a_dropped_completion_ends_with_the_link() -> None:
             await eventually(lambda: s.endpoint.num_faults[Fault.DROP], "the dropped get")
             await s.reader.unlink_clusters([1], force=True)
         assert len(outcome) == 1
+
+
+@asyncio_and_uvloop
+async def test_an_endpoint_may_end_its_link_in_a_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a transport finds out in a callback of the loop ends the link as well as what it finds out in a task."""
+    losing: list[Callable[[kv.KVLinkError], None]] = []
+    complaints: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    monkeypatch.setattr(FaultyEndpoint, "connect", lambda _, post, lose: losing.append(lose))
+    async with scene() as s:
+        theirs = link_to(s.owner, 2)
+        kept = s.reader.kv_cache_manager.allocate_blocks_cache(DESC, kv.BlocksCacheKey(2))
+        await s.owner.kv_cache_manager.push_blocks(kv.BlocksCacheKey(2), s.source, [0], [0])
+        assert num_write_leases(s.reader) == 1  # which must be looked after
+        link = link_to(s.reader, 1)
+        error = kv.LinkLostError("the cable is gone; link again", peer=1)
+        # From a thread that knows nothing of our context, as a transport's own.
+        thread = threading.Thread(target=current_call_soon(), args=(partial(losing[0], error),))
+        thread.start()
+        thread.join()
+        with anyio.fail_after(5):
+            await link.closed.wait()
+            await theirs.closed.wait()
+        with pytest.raises((kv.LinkLostError, kv.NotLinkedError)):
+            await s.pull()
+        s.reader.kv_cache_manager.deallocate_cache(kept)
+        assert complaints == []
 
 
 async def test_an_operation_may_overtake_another() -> None:

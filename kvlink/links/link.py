@@ -21,13 +21,12 @@ import anyio.lowlevel
 from kvlink.errors import (
     KVLinkError,
     LinkLostError,
-    MismatchError,
     NotLinkedError,
     ProtocolError,
-    TransportError,
     error_for,
 )
 from kvlink.geometry import Role, TensorRun
+from kvlink.links.blame import blame
 from kvlink.links.gates import Gate, Quota
 from kvlink.links.grants import WriteGrants
 from kvlink.links.notifications import Notices
@@ -141,7 +140,9 @@ class Link:
         self._num_operations = 0
         self._is_idle = anyio.Event()
         self.error: KVLinkError | None = None
-        self.endpoint.connect(self.post, self.lose)
+        self._failure: KVLinkError | None = None
+        self._has_failed = anyio.Event()
+        self.endpoint.connect(self.post, self._lose_soon)
 
     @property
     def is_open(self) -> bool:
@@ -179,18 +180,9 @@ class Link:
         self.blame(error)
 
     def blame(self, error: BaseException) -> None:
-        """Let an error of a movement name the peer and the phase, if nobody has; what moves bytes names the phase."""
-        if not isinstance(error, KVLinkError):
-            return
-        error.phase = error.phase or "look-up"
-        if error.peer is None:
-            error.peer = self.peer
-            if isinstance(error, LinkLostError):
-                error.args = (f"cluster {self.peer} went away during the transfer: {error}",)
-            elif isinstance(error, TransportError):
-                error.args = (f"moving bytes from or to cluster {self.peer} failed: {error}; try again",)
-            elif isinstance(error, MismatchError):
-                error.args = (f"cluster {self.peer}: {error}",)
+        """Let an error of a movement name the peer and the phase, if nobody has."""
+        if isinstance(error, KVLinkError):
+            blame(error, self.peer)
 
     def end(self) -> None:
         """Undo one `begin`."""
@@ -263,6 +255,7 @@ class Link:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._write)
                     tasks.start_soon(self._watch)
+                    tasks.start_soon(self._heed)
                     error = await self._read()
                     tasks.cancel_scope.cancel()
         finally:
@@ -412,6 +405,16 @@ class Link:
 
     def _note_sent(self) -> None:
         self.sent_at = anyio.current_time()
+
+    def _lose_soon(self, error: KVLinkError) -> None:
+        """End the link for its endpoint, which may be in a callback of the loop: what follows must be in a task."""
+        self._failure = self._failure or error
+        self._has_failed.set()
+
+    async def _heed(self) -> None:
+        await self._has_failed.wait()
+        assert self._failure is not None
+        self.lose(self._failure)
 
     async def _watch(self) -> None:
         watch = self.endpoint.watch_death()

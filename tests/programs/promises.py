@@ -171,8 +171,8 @@ PROMISES: Final = (
             Cut(
                 "a peer on another host that is silent is given up",
                 "links/table.py",
-                "if now - link.heard_at > liveness_s and",
-                "if False and",
+                "if now - link.heard_at > liveness_s:",
+                "if False:",
                 ("test_quarantine.py::test_silence_ends_a_link_to_another_host_and_a_busy_loop_does_not",),
             ),
             Cut(
@@ -260,8 +260,8 @@ PROMISES: Final = (
             ),
             Cut(
                 "an error names the peer and the phase",
-                "links/link.py",
-                '        error.phase = error.phase or "look-up"\n',
+                "links/blame.py",
+                '    error.phase = error.phase or "look-up"\n',
                 "",
                 ("test_blame.py",),
             ),

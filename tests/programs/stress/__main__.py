@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         cancellations=options.cancellations,
         kills=options.kills,
         limit_s=60 * options.limit_minutes,
+        events_per_s=options.events,
     )
     progress = Progress(sys.stderr)
     outcome = Supervisor(settings, goal, lambda so_far: progress.show(_sum_up(so_far))).run()
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kills", type=int, default=0, help="go on until that many processes were killed, and kill more"
     )
+    parser.add_argument("--events", type=float, default=1.0, help="kills, stops and restarts a second (default: 1)")
     parser.add_argument("--limit-minutes", type=float, default=60, help="fail when the goal is not reached by then")
     parser.add_argument(
         "--transport",

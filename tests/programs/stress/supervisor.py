@@ -43,6 +43,7 @@ class Goal:
         cancellations, kills: how many there must have been.
         limit_s: a run that has not reached its goal by then has failed.
         kills_per_s: how fast, while there have not been enough.
+        events_per_s: kills, stops and restarts otherwise.
     """
 
     duration_s: float = 0.0
@@ -50,6 +51,7 @@ class Goal:
     kills: int = 0
     limit_s: float = 3600.0
     kills_per_s: float = 3.0
+    events_per_s: float = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +120,7 @@ class Supervisor:
                 self._continue_and_restart(now)
                 if now >= next_event:
                     is_killing = outcome.counts["kills"] < goal.kills
-                    next_event = now + self._chance.expovariate(goal.kills_per_s if is_killing else 1.0)
+                    next_event = now + self._chance.expovariate(goal.kills_per_s if is_killing else goal.events_per_s)
                     self._make_trouble(now, 0.8 if is_killing else 0.3)
                 if now >= next_word:
                     next_word = now + 1.0
