@@ -1,1 +1,1 @@
-"""The behaviour that the spec prescribes, sentence by sentence; where kvlink differs on purpose: the README."""
+"""The behaviour that the spec prescribes, sentence by sentence; where kvlink differs on purpose: DIFFERENCES.md."""

@@ -94,7 +94,7 @@ async def test_copy_cache_between_shapes() -> None:
 async def test_copy_cache_in_one_cache() -> None:
     """kvlink: slots of one cache can be copied, and a slot onto itself is a no-op.
 
-    Source: the spec, section 6.8 (not described there), and the README.
+    Source: the spec, section 6.8 (not described there), and DIFFERENCES.md.
     """
     async with one_cluster() as manager:
         cache = manager.allocate_cache(DESC)
@@ -206,7 +206,7 @@ async def test_copy_blocks() -> None:
 async def test_copy_blocks_at_once() -> None:
     """kvlink: copies behave as if all sources were read first, instead of in dict order.
 
-    Source: the spec, section 6.9, and the README.
+    Source: the spec, section 6.9, and DIFFERENCES.md.
     """
     chance = random.Random(3)
     async with one_cluster() as manager:
@@ -224,7 +224,7 @@ async def test_copy_blocks_at_once() -> None:
 
 
 async def test_copy_blocks_exchange() -> None:
-    """kvlink: ``{0: [1], 1: [0]}`` exchanges two blocks. Source: the spec, section 6.9, and the README."""
+    """kvlink: ``{0: [1], 1: [0]}`` exchanges two blocks. Source: the spec, section 6.9, and DIFFERENCES.md."""
     async with one_cluster() as manager:
         cache = manager.allocate_blocks_cache(BLOCKS)
         stamp = stamped(cache)
@@ -235,7 +235,7 @@ async def test_copy_blocks_exchange() -> None:
 async def test_copy_blocks_without_blocks() -> None:
     """kvlink: an empty dict is a no-op (in the spec it copies slot 0 onto itself); so is a block onto itself.
 
-    Source: the spec, section 6.9, and the README.
+    Source: the spec, section 6.9, and DIFFERENCES.md.
     """
     async with one_cluster() as manager:
         cache = manager.allocate_blocks_cache(BLOCKS)
@@ -248,7 +248,7 @@ async def test_copy_blocks_without_blocks() -> None:
 async def test_copy_blocks_values_that_are_refused() -> None:
     """Out of range: PARAM_INVALID before anything is copied; kvlink refuses a destination that occurs twice, too.
 
-    Types checked (TypeError). Source: the spec, section 6.9, and the README.
+    Types checked (TypeError). Source: the spec, section 6.9, and DIFFERENCES.md.
     """
     bad_values: list[dict[int, list[int]]] = [
         {16: [0]},
@@ -328,7 +328,7 @@ async def test_swap_needs_caches_that_fit() -> None:
 
 async def test_swap_values_that_are_refused() -> None:
     """Every index in range: else LLMException; kvlink refuses a destination that occurs twice, and checks the types of
-    keys and values. Source: the spec, sections 1.1 and 6.10, and the README.
+    keys and values. Source: the spec, sections 1.1 and 6.10, and DIFFERENCES.md.
     """
     bad_types: list[Any] = [[(0, 1)], None, {"0": 1}, {0: "1"}, {0: [1]}, {0: 1.0}, {True: 1}]
     async with one_cluster() as manager:

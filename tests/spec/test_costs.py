@@ -1,4 +1,4 @@
-"""What a call costs in questions, messages and mappings: counted, never timed. Source: the README."""
+"""What a call costs in questions, messages and mappings: counted, never timed. Source: DIFFERENCES.md."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ async def test_values(transport: str) -> None:
 async def test_small_floats(transport: str, name: str) -> None:
     """kvlink: bfloat16 and the 8-bit floats are ml_dtypes' types where that package is installed.
 
-    Source: the spec, section 1.2, and the README.
+    Source: the spec, section 1.2, and DIFFERENCES.md.
     """
     ml_dtypes = pytest.importorskip("ml_dtypes")
     desc = kv.CacheDesc(2, (3, 4), name)
@@ -92,7 +92,7 @@ async def test_small_floats(transport: str, name: str) -> None:
 async def test_small_floats_as_bits(transport: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """kvlink: without ml_dtypes the views show the raw bits, and everything else is the same.
 
-    Source: the spec, section 1.2, and the README.
+    Source: the spec, section 1.2, and DIFFERENCES.md.
     """
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     desc = kv.CacheDesc(2, (3, 4), name)
@@ -114,7 +114,7 @@ def test_unknown_types(name: Any) -> None:
 
 
 async def test_strings() -> None:
-    """DT_STRING has no size: nothing can be allocated of it. Source: the spec, section 1.2, and the README."""
+    """DT_STRING has no size: nothing can be allocated of it. Source: the spec, section 1.2, and DIFFERENCES.md."""
     desc = kv.CacheDesc(1, (4,), "string")
     async with cluster(P, kv.Role.PROMPT) as prompt:
         for allocate in (prompt.kv_cache_manager.allocate_cache, prompt.kv_cache_manager.allocate_blocks_cache):
@@ -193,7 +193,7 @@ MOVES = {
 @pytest.mark.parametrize("name", MOVES)
 async def test_mismatch(transport: str, name: str) -> None:
     """kvlink: data type, number of tensors, bytes of a block and layout are compared before any byte moves; the error
-    names the field and both values. Source: the spec, sections 6.5 to 6.7, and the README.
+    names the field and both values. Source: the spec, sections 6.5 to 6.7, and DIFFERENCES.md.
     """
     make, move = MOVES[name]
     async with linked_pair(transport) as pair:
@@ -220,7 +220,7 @@ async def test_mismatch(transport: str, name: str) -> None:
 @pytest.mark.parametrize("name", MOVES)
 async def test_layouts_that_match(transport: str, name: str) -> None:
     """kvlink: equal layouts match, and a cache without one matches any. Source: the spec, section 1.3 (a name for the
-    caller's information there), and the README.
+    caller's information there), and DIFFERENCES.md.
     """
     make, move = MOVES[name]
     async with linked_pair(transport) as pair:

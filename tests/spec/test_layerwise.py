@@ -200,7 +200,7 @@ async def test_types_that_are_refused(transport: str) -> None:
 async def test_missing_range(transport: str) -> None:
     """Missing src_layer_range is replaced by all layers; kvlink does not write it back into the caller's object.
 
-    Source: the spec, section 8.2, and the README.
+    Source: the spec, section 8.2, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         source, stamp, target, other = two_caches(pair)
@@ -292,7 +292,7 @@ async def test_blocks(transport: str, size: int | None) -> None:
 async def test_slot_into_blocks(transport: str) -> None:
     """Source plain with destination blocks needs dst_block_memory_size; the last block perhaps only in part.
 
-    Source: the spec, section 8.2 (the second generation's rule), and the README.
+    Source: the spec, section 8.2 (the second generation's rule), and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         source = pair.owner.allocate_cache(DESC)
@@ -329,7 +329,7 @@ async def test_plain_to_a_larger_slot(transport: str) -> None:
 @every_loop
 async def test_layers_follow_the_computation(transport: str) -> None:
     """For layer 0..L-1 ascending: the synchroniser is called once, then the layer is sent; a config gets SUCCESS when
-    its last layer is sent. kvlink's receivers can await each layer. Source: the spec, section 8.3, and the README.
+    its last layer is sent. kvlink's receivers can await each layer. Source: the spec, section 8.3, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         source, stamp, target, other = two_caches(pair)
@@ -429,7 +429,7 @@ async def test_tested_case_of_two_configs(world: str, transport: str) -> None:
 async def test_blocks_between_processes(world: str, transport: str) -> None:
     """Layers of blocks reach a receiver in another process one after the other; it can await each.
 
-    Source: the spec, section 8.3, and the README.
+    Source: the spec, section 8.3, and DIFFERENCES.md.
     """
     async with owner_and_reader(world, transport) as stage:
         cache = await stage.owner.call("allocate_blocks", num_tensors=2 * LAYERS, shape=[NUM, NBYTES])
@@ -450,7 +450,7 @@ async def test_blocks_between_processes(world: str, transport: str) -> None:
 async def test_sender_that_dies(transport: str) -> None:
     """kvlink: a receiver that waits for a layer learns that the sender has died; what had landed stays.
 
-    Source: the spec, section 8.3, and the README.
+    Source: the spec, section 8.3, and DIFFERENCES.md.
     """
     async with owner_and_reader("two processes", transport) as stage:
         cache = await stage.owner.call("allocate_slots", num_tensors=2 * LAYERS, shape=[NUM, NBYTES], keys=[])
@@ -470,7 +470,7 @@ async def test_sender_that_dies(transport: str) -> None:
 async def test_exception_in_the_synchroniser(transport: str) -> None:
     """kvlink: an exception inside the synchroniser is a failure of the task, with the exception as its cause.
 
-    Source: the spec, section 8.4, and the README.
+    Source: the spec, section 8.4, and DIFFERENCES.md.
     """
     landed = threading.Event()
 
@@ -500,7 +500,7 @@ async def test_exception_in_the_synchroniser(transport: str) -> None:
 async def test_receivers_learn_of_a_failure_before_the_first_layer(transport: str, addressed_by: str) -> None:
     """kvlink: a receiver of which no layer has been sent is told of a failure too, once the push has reached it.
 
-    Source: the spec, section 8.3, and the README.
+    Source: the spec, section 8.3, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         source, _, target, _ = two_caches(pair)
@@ -564,7 +564,7 @@ async def test_blocking_synchroniser(transport: str) -> None:
 
 async def test_several_receivers(transport: str) -> None:
     """kvlink: results are kept by position, also for two configs to one cluster; senders to different clusters do not
-    wait for each other. Source: the spec, section 8.4, and the README.
+    wait for each other. Source: the spec, section 8.4, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair, cluster(3, kv.Role.DECODER) as third:
         await link(third, P, pair.prompt.address, transport)
@@ -639,7 +639,7 @@ async def test_addresses_outside_of_a_cache(transport: str) -> None:
 async def test_receivers_that_do_not_fit(transport: str) -> None:
     """kvlink: what does not fit is found before the first layer is there, not when it is sent.
 
-    Source: the spec, sections 8.2 and 8.3, and the README.
+    Source: the spec, sections 8.2 and 8.3, and DIFFERENCES.md.
     """
     async with linked_pair(transport, roles=(kv.Role.PROMPT, kv.Role.MIX)) as pair:
         source, _, target, other = two_caches(pair)
@@ -701,7 +701,7 @@ async def test_source_that_is_given_back(transport: str) -> None:
 async def test_target_that_is_given_back(transport: str) -> None:
     """kvlink: a receiver's cache that ends in the middle fails the push, and nobody else's memory is touched.
 
-    Source: the spec, section 5.2, and the README.
+    Source: the spec, section 5.2, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         source, _, target, _ = two_caches(pair)
@@ -723,7 +723,7 @@ async def test_target_that_is_given_back(transport: str) -> None:
 async def test_key_that_names_another_cache_by_then(transport: str) -> None:
     """kvlink: a push goes into one cache or fails; it is not spread over two that bear its key one after the other.
 
-    Source: the spec, section 5.2, and the README.
+    Source: the spec, section 5.2, and DIFFERENCES.md.
     """
     async with linked_pair(transport, roles=(kv.Role.PROMPT, kv.Role.MIX)) as pair:
         key = kv.BlocksCacheKey(D, 4)
@@ -805,7 +805,7 @@ async def test_waiter_that_is_cancelled(transport: str) -> None:
 async def test_cancelling_the_task(transport: str) -> None:
     """kvlink: a task can be cancelled: no further layer is sent, receivers are told, the overall status is no success.
 
-    Source: the spec, section 8.4 (it has no cancel call), and the README.
+    Source: the spec, section 8.4 (it has no cancel call), and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         source, stamp, target, other = two_caches(pair)
@@ -828,7 +828,7 @@ async def test_cancelling_the_task(transport: str) -> None:
 async def test_success_only_if_every_config_succeeded(transport: str) -> None:
     """kvlink: overall SUCCESS only if every config succeeded; None is never taken for success.
 
-    Source: the spec, sections 8.4 and 19, and the README.
+    Source: the spec, sections 8.4 and 19, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         source, _, target, _ = two_caches(pair)
@@ -852,7 +852,7 @@ async def test_closing_the_cluster_ends_tasks(transport: str) -> None:
 
 
 async def test_tags_tell_pushes_apart(transport: str) -> None:
-    """kvlink: a watch follows the push that carries its tag. Source: the spec, section 8.3, and the README."""
+    """kvlink: a watch follows the push that carries its tag. Source: the spec, section 8.3, and DIFFERENCES.md."""
     async with linked_pair(transport) as pair:
         source, _, target, _ = two_caches(pair)
         with target.arrivals.watch(tag="b") as second, target.arrivals.watch(tag="a") as first:

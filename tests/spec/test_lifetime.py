@@ -390,7 +390,7 @@ async def test_memory_of_a_running_pull_of_a_key(transport: str) -> None:
 async def test_memory_behind_a_view() -> None:
     """kvlink: memory is reused only after the views on it have died, also when all references of section 5.2 are gone.
 
-    Source: the spec, section 5.2, and the README.
+    Source: the spec, section 5.2, and DIFFERENCES.md.
     """
     async with cluster(P, kv.Role.PROMPT) as prompt:
         cache = prompt.kv_cache_manager.allocate_cache(DESC)
@@ -528,7 +528,7 @@ class Ready(kv.LayerSynchronizer):
 async def test_rejected_at_the_owner(transport: str) -> None:
     """kvlink: a pull that P rejects (too long, bad source tensor index) consumes nothing.
 
-    Source: the spec, sections 5.3 and 19, and the README.
+    Source: the spec, sections 5.3 and 19, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_cache(DESC, [request(10)])
@@ -581,7 +581,7 @@ async def test_rejected_at_the_reader(transport: str) -> None:
 async def test_released_on_delivery(world: str, transport: str) -> None:
     """kvlink: the key is released when D has received, so a D that gives up in the middle leaves it usable.
 
-    Source: the spec, sections 5.3 and 19, and the README.
+    Source: the spec, sections 5.3 and 19, and DIFFERENCES.md.
     """
     async with owner_and_reader(world, transport) as stage:
         cache = await stage.owner.call("allocate_slots", num_tensors=4, shape=[4, SLOT], keys=[10])
@@ -607,7 +607,7 @@ async def test_released_on_delivery(world: str, transport: str) -> None:
 async def test_lost_reader_leaves_the_key(transport: str) -> None:
     """kvlink: a D that goes away in the middle of a pull leaves the key usable, and its lease is taken back.
 
-    Source: the spec, section 19, and the README.
+    Source: the spec, section 19, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_cache(DESC, [request(10)])
@@ -638,7 +638,7 @@ async def test_lost_reader_leaves_the_key(transport: str) -> None:
 async def test_prefix_slot_by_id(transport: str) -> None:
     """kvlink: a prefix-keyed slot can be addressed by id, and that releases nothing either.
 
-    Source: the spec, section 5.3, and the README.
+    Source: the spec, section 5.3, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_cache(DESC, [prefix(77)])
@@ -746,7 +746,7 @@ async def test_surplus_keys() -> None:
 async def test_each_key_keeps_its_own_model_and_namespace(transport: str) -> None:
     """kvlink: each key keeps its own model id and namespace, whatever the first or last key of the list says.
 
-    Source: the spec, sections 6.2 and 9.2, and the README.
+    Source: the spec, sections 6.2 and 9.2, and DIFFERENCES.md.
     """
     keys = [request(7, model_id=1), prefix(7, model_id=2), request(7, model_id=3), prefix(7, model_id=1)]
     async with linked_pair(transport) as pair:
@@ -763,7 +763,7 @@ async def test_each_key_keeps_its_own_model_and_namespace(transport: str) -> Non
 async def test_namespaces_never_collide() -> None:
     """The two namespaces never collide, nor does a placeholder with a blocks key of the same model.
 
-    Source: the spec, section 1.4, and the README for the blocks key.
+    Source: the spec, section 1.4, and DIFFERENCES.md for the blocks key.
     """
     async with cluster(P, kv.Role.PROMPT) as prompt:
         manager = prompt.kv_cache_manager
@@ -851,7 +851,7 @@ async def test_descriptions_that_cannot_be() -> None:
 async def test_placement(transport: str) -> None:
     """Keys are for DEVICE caches. kvlink also allocates HOST caches, from a pool of their own, and gives them back.
 
-    Source: the spec, sections 6.2 and 6.3, and the README.
+    Source: the spec, sections 6.2 and 6.3, and DIFFERENCES.md.
     """
     desc = kv.CacheDesc(1, (2, 64), "uint8", kv.Placement.HOST)
     async with linked_pair(transport, host_pool="64KiB") as pair:

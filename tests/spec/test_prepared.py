@@ -1,6 +1,6 @@
 """`prepare_pull` and `prepare_push`: the same as `pull_blocks` and `push_blocks`, with what can be done once done once.
 
-Source: the README.
+Source: DIFFERENCES.md.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ async def test_pulls_see_what_is_there_now(transport: str) -> None:
 async def test_asks_the_owner_once(transport: str) -> None:
     """kvlink: the first pull costs one round trip to P, later ones none; a new cache is asked for anew.
 
-    Source: the spec, section 10, and the README.
+    Source: the spec, section 10, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_blocks_cache(DESC, KEY)
@@ -228,7 +228,7 @@ async def test_unknown_blocks_key(transport: str) -> None:
 async def test_ends_while_being_read(transport: str) -> None:
     """kvlink: a blocks cache that P gives back in the middle of a pull fails the pull, and its memory is free at once.
 
-    Source: the spec, section 5.2, and the README.
+    Source: the spec, section 5.2, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_blocks_cache(DESC, KEY)
@@ -272,7 +272,7 @@ BAD_VALUES: list[tuple[list[int], list[int], dict[str, Any]]] = [
 
 async def test_values_that_are_refused(transport: str) -> None:
     """Lists of unequal length and indices outside of 0..num_blocks-1 on either side: PARAM_INVALID, before a byte
-    moves. kvlink refuses a destination block that occurs twice, too. Source: the spec, section 6.7, and the README.
+    moves. kvlink refuses a destination block that occurs twice, too. Source: the spec, section 6.7, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_blocks_cache(DESC, KEY)
@@ -294,7 +294,7 @@ NOT_BLOCKS: list[Any] = [[True], [1.0], ["1"], [None], np.array([1.0]), np.array
 async def test_types_that_are_refused(transport: str) -> None:
     """Both are real lists, of int; kvlink refuses bool and float, and takes tuples, ranges and integer arrays too.
 
-    Source: the spec, section 6.7, and the README.
+    Source: the spec, section 6.7, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_blocks_cache(DESC, KEY)
@@ -310,7 +310,7 @@ async def test_types_that_are_refused(transport: str) -> None:
 async def test_other_lists(transport: str) -> None:
     """kvlink: tuples, ranges and 1-D integer arrays are lists too.
 
-    Source: the spec, section 6.7, and the README.
+    Source: the spec, section 6.7, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_blocks_cache(DESC, KEY)
@@ -327,7 +327,7 @@ async def test_other_lists(transport: str) -> None:
 async def test_empty_lists(transport: str) -> None:
     """kvlink: empty lists are a no-op, once link and destination have been checked.
 
-    Source: the spec, section 6.7, and the README.
+    Source: the spec, section 6.7, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         into = pair.reader.allocate_blocks_cache(DESC)
@@ -393,7 +393,7 @@ async def test_slot_into_blocks(transport: str) -> None:
 async def test_slot_into_wrong_blocks(transport: str) -> None:
     """CacheKey: src_blocks must be empty; kvlink wants exactly the blocks that the slot fills.
 
-    A refusal moves nothing and leaves the key. Source: the spec, section 9.3, and the README.
+    A refusal moves nothing and leaves the key. Source: the spec, section 9.3, and DIFFERENCES.md.
     """
     key = kv.CacheKey(P, 10)
     cases: list[tuple[list[int], list[int]]] = [
@@ -417,7 +417,7 @@ async def test_slot_into_wrong_blocks(transport: str) -> None:
 async def test_blocks_into_a_slot(transport: str) -> None:
     """Blocks source to plain destination: refused in the spec; kvlink moves whole slots that are as large as a block.
 
-    Source: the spec, section 9.3, and the README.
+    Source: the spec, section 9.3, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_blocks_cache(DESC, KEY)
@@ -430,7 +430,7 @@ async def test_blocks_into_a_slot(transport: str) -> None:
 async def test_block_sizes(transport: str) -> None:
     """kvlink: bytes of a block must be equal on both sides; a multiple of P's is refused like any other size.
 
-    Source: the spec, section 6.7, and the README.
+    Source: the spec, section 6.7, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_blocks_cache(DESC, KEY)

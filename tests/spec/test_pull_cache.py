@@ -259,7 +259,7 @@ async def test_types_that_are_refused(transport: str) -> None:
 
 
 async def test_numpy_integers(transport: str) -> None:
-    """Integers of numpy are integers. Source: the spec, section 6.5, and the README on what is an integer."""
+    """Integers of numpy are integers. Source: the spec, section 6.5, and DIFFERENCES.md on what is an integer."""
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_cache(DESC, [KEY])
         stamp = stamped(cache)
@@ -275,7 +275,7 @@ async def test_numpy_integers(transport: str) -> None:
 async def test_unknown_keyword(transport: str) -> None:
     """kvlink: an unknown keyword is a TypeError instead of being ignored.
 
-    Source: the spec, section 6.5, and the README.
+    Source: the spec, section 6.5, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         into = pair.reader.allocate_cache(DESC)
@@ -337,7 +337,7 @@ async def test_own_cluster_as_source(transport: str) -> None:
 async def test_concurrent_pulls(transport: str) -> None:
     """kvlink: operations on one link run concurrently; LINK_BUSY does not exist.
 
-    Source: the spec, sections 6.5 and 11, and the README.
+    Source: the spec, sections 6.5 and 11, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_cache(DESC, [kv.CacheKey(P, slot) for slot in range(4)])
@@ -362,7 +362,7 @@ async def test_concurrent_pulls(transport: str) -> None:
 async def test_timeout_leaves_the_link_usable(transport: str) -> None:
     """Timeout: LLM_WAIT_PROCESS_TIMEOUT. kvlink: the link need not be rebuilt, and the key is still there.
 
-    Source: the spec, section 6.5, and the README.
+    Source: the spec, section 6.5, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.allocate_cache(DESC, [KEY])
@@ -412,7 +412,7 @@ async def test_cluster_default_timeout(transport: str) -> None:
 async def test_into_a_blocks_cache(transport: str) -> None:
     """kvlink: the destination may be any cache of ours, paged, contiguous or HOST.
 
-    Source: the spec, section 9.3, and the README.
+    Source: the spec, section 9.3, and DIFFERENCES.md.
     """
     async with linked_pair(transport, host_pool="64KiB") as pair:
         cache = pair.owner.allocate_cache(DESC)
@@ -443,7 +443,7 @@ async def test_large_slots(transport: str) -> None:
 async def test_several_clusters_of_one_process(transport: str) -> None:
     """kvlink: several clusters live in one process, and a decoder pulls from each by its cluster id.
 
-    Source: the spec, sections 1.5 and 18, and the README.
+    Source: the spec, sections 1.5 and 18, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair, cluster(3, kv.Role.PROMPT) as third:
         await link(pair.decoder, 3, third.address, transport)

@@ -91,7 +91,7 @@ async def test_blocks_by_cache_id(transport: str) -> None:
 async def test_size(transport: str) -> None:
     """kvlink: push_cache takes a size, in bytes per tensor; -1 is the whole source slot.
 
-    Source: the spec, section 9.4, and the README.
+    Source: the spec, section 9.4, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         target = pair.reader.allocate_cache(kv.CacheDesc(4, (3, 300), "uint8"))
@@ -118,7 +118,7 @@ async def test_size(transport: str) -> None:
 async def test_layers(transport: str, width: int, src_layers: range | None, dst_layers: range | None) -> None:
     """Equal length of both ranges is required; kvlink lets them differ otherwise, and None is all layers.
 
-    Source: the spec, section 9.4, and the README.
+    Source: the spec, section 9.4, and DIFFERENCES.md.
     """
     async with linked_pair(transport, roles=MIXED) as pair:
         target, cache = target_at_d(pair)
@@ -135,7 +135,7 @@ async def test_layers(transport: str, width: int, src_layers: range | None, dst_
 
 
 async def test_any_role(transport: str) -> None:
-    """kvlink: a DECODER may push as well as a PROMPT. Source: the spec, section 9.4, and the README."""
+    """kvlink: a DECODER may push as well as a PROMPT. Source: the spec, section 9.4, and DIFFERENCES.md."""
     async with linked_pair(transport) as pair:
         target = pair.owner.allocate_blocks_cache(DESC, kv.BlocksCacheKey(P))
         cache = pair.reader.allocate_blocks_cache(DESC)
@@ -194,7 +194,7 @@ async def test_blocks_that_are_refused(transport: str) -> None:
 
 
 async def test_empty_lists(transport: str) -> None:
-    """kvlink: empty lists are a no-op. Source: the spec, section 9.4, and the README."""
+    """kvlink: empty lists are a no-op. Source: the spec, section 9.4, and DIFFERENCES.md."""
     async with linked_pair(transport, roles=MIXED) as pair:
         _, cache = target_at_d(pair)
         assert (await pair.owner.push_blocks(KEY, cache, [], [])).nbytes == 0
@@ -251,7 +251,7 @@ async def test_order_of_checks(transport: str) -> None:
 
 
 async def test_lease_costs_one_round_trip(transport: str) -> None:
-    """A push asks the peer the first time and never again. Source: the spec, section 9.4, and the README."""
+    """A push asks the peer the first time and never again. Source: the spec, section 9.4, and DIFFERENCES.md."""
     async with linked_pair(transport, roles=MIXED) as pair:
         target, cache = target_at_d(pair)
         stats = link_to(pair.prompt, D).stats
@@ -380,7 +380,7 @@ async def test_deallocation_under_a_writer_and_a_reader(transport: str) -> None:
 async def test_cancelled_writer(transport: str) -> None:
     """A push that is cancelled or runs out of time leaves the link, the lease and other pushes as they were.
 
-    Source: the spec, section 19, and the README.
+    Source: the spec, section 19, and DIFFERENCES.md.
     """
     async with linked_pair(transport, roles=MIXED) as pair:
         target, cache = target_at_d(pair)
@@ -414,7 +414,7 @@ async def test_writer_that_unlinks(transport: str) -> None:
 
 async def test_writer_that_is_stopped_and_killed(transport: str) -> None:
     """A writer whose process does not answer keeps what it could still write into; when it is dead all is free, and a
-    writer that was killed never spoils what came after. Source: the spec, section 5.2, and the README.
+    writer that was killed never spoils what came after. Source: the spec, section 5.2, and DIFFERENCES.md.
     """
     async with owner_and_reader("two processes", transport) as stage:
         target = stage.reader.allocate_blocks_cache(DESC)

@@ -193,7 +193,7 @@ async def test_never_consumed(transport: str) -> None:
 async def test_remove_cache_key(transport: str) -> None:
     """kvlink: remove_cache_key releases a key of registered memory as any other (the spec ignores it).
 
-    Source: the spec, section 9.1, and the README.
+    Source: the spec, section 9.1, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.register_cache(DESC, zeros(), [kv.CacheKey(P, 10)])
@@ -208,7 +208,7 @@ async def test_remove_cache_key(transport: str) -> None:
 async def test_unregister(transport: str, by: str) -> None:
     """unregister_cache: unknown id fine; drops every key. kvlink: deallocate_cache does the same (the spec ignores it).
 
-    Source: the spec, section 9.1, and the README.
+    Source: the spec, section 9.1, and DIFFERENCES.md.
     """
     keys: list[kv.CacheKey] = [kv.CacheKey(P, 10), kv.CacheKey(P, kv.ABSENT, prefix_id=3)]
     async with linked_pair(transport) as pair:
@@ -236,7 +236,7 @@ async def test_unregister(transport: str, by: str) -> None:
 async def test_unregister_under_a_reader(transport: str) -> None:
     """kvlink: a pull during which the memory is unregistered fails, and reports no bytes as good.
 
-    Source: the spec, section 9.1 ("call after unlinking"), and the README.
+    Source: the spec, section 9.1 ("call after unlinking"), and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         cache = pair.owner.register_blocks_cache(DESC, zeros(), KEY)
@@ -257,7 +257,7 @@ async def test_unregister_under_a_reader(transport: str) -> None:
 async def test_unregister_under_a_writer(transport: str) -> None:
     """kvlink: memory that a peer may be writing into is kept alive and locked until the peer has stopped.
 
-    Source: the spec, section 9.1, and the README.
+    Source: the spec, section 9.1, and DIFFERENCES.md.
     """
     async with linked_pair(transport) as pair:
         buffers = zeros()
@@ -296,7 +296,7 @@ async def test_unregister_under_a_writer(transport: str) -> None:
 async def test_locked_while_registered(make_buffer: Callable[[bytes], Any], resize: Callable[[Any], None]) -> None:
     """kvlink: a registered buffer refuses to be resized or closed, and does not any more once it is unregistered.
 
-    Source: the spec, section 9.1, and the README.
+    Source: the spec, section 9.1, and DIFFERENCES.md.
     """
     buffer = make_buffer(bytes(TENSOR))
     async with cluster(P, kv.Role.PROMPT) as prompt:
@@ -312,7 +312,7 @@ async def test_locked_while_registered(make_buffer: Callable[[bytes], Any], resi
 async def test_numpy_locked_while_registered() -> None:
     """The same for an array, which numpy resizes only where nothing else refers to it.
 
-    Source: the spec, section 9.1, and the README.
+    Source: the spec, section 9.1, and DIFFERENCES.md.
     """
     buffer = np.zeros(1, np.uint8)
     buffer.resize(TENSOR)  # so it can be resized here at all
@@ -354,7 +354,7 @@ def field(count: int) -> NDArray[np.uint8]:
 async def test_buffers_that_are_refused() -> None:
     """kvlink: read-only, strided, and of the wrong length: refused, nothing is registered, no buffer is held.
 
-    Source: the spec, section 9.1, and the README.
+    Source: the spec, section 9.1, and DIFFERENCES.md.
     """
     cases: list[tuple[Any, str]] = [
         (bytes(TENSOR), "read-only"),
@@ -437,7 +437,7 @@ async def test_torch(transport: str) -> None:
 async def test_keys_of_registered_caches() -> None:
     """kvlink: a key that is bound already is refused, for registered memory as for allocated; nothing is registered.
 
-    Source: the spec, section 9.1, and the README.
+    Source: the spec, section 9.1, and DIFFERENCES.md.
     """
     key, buffers = kv.CacheKey(P, 1), zeros()
     async with cluster(P, kv.Role.PROMPT) as prompt:
@@ -459,7 +459,7 @@ async def test_keys_of_registered_caches() -> None:
 async def test_many_buffers_anywhere(transport: str) -> None:
     """kvlink: no limit of 240 addresses, no alignment, no order; buffers may lie anywhere, and in any order.
 
-    Source: the spec, section 9.1, and the README.
+    Source: the spec, section 9.1, and DIFFERENCES.md.
     """
     count, nbytes = 300, 24
     desc = kv.CacheDesc(count, (3, nbytes // 3), "uint8")

@@ -125,7 +125,7 @@ MATRIX: list[tuple[Call, set[kv.Role]]] = [
 @pytest.mark.parametrize("role", kv.Role)
 async def test_role_matrix(role: kv.Role) -> None:
     """Each call is for the roles of the matrix; kvlink: MIX may do whatever either may, and any role may push and
-    register. Source: the spec, section 12, and the README.
+    register. Source: the spec, section 12, and DIFFERENCES.md.
     """
     async with cluster(P, role, pool="64KiB", host_pool="64KiB") as made:
         for call, allowed in MATRIX:
@@ -155,7 +155,7 @@ async def test_role_before_all_else() -> None:
 async def test_who_links(transport: str) -> None:
     """link_clusters, check_link_status: PROMPT no (status / exception), DECODER yes; kvlink: MIX yes.
 
-    Source: the spec, section 12, and the README.
+    Source: the spec, section 12, and DIFFERENCES.md.
     """
     async with linked_pair(transport, roles=(PROMPT, DECODER)) as pair, cluster(3, MIX, pool="64KiB") as mix:
         info = kv.ClusterInfo(3, mix.address)
@@ -182,7 +182,7 @@ async def test_who_unlinks(transport: str, role: kv.Role) -> None:
 
 @every_loop
 async def test_two_mixes(transport: str) -> None:
-    """kvlink: two MIX clusters pull from each other over one link. Source: the spec, section 12, and the README."""
+    """kvlink: two MIX clusters pull from each other over one link. Source: the spec, section 12, and DIFFERENCES.md."""
     async with linked_pair(transport, roles=(MIX, MIX)) as pair:
         caches = [
             pair.owner.allocate_cache(DESC, [kv.CacheKey(P, 1)]),
@@ -243,7 +243,7 @@ async def test_switch_mix_to_decoder_to_prompt(transport: str) -> None:
 async def test_switch_and_listen() -> None:
     """kvlink: no option has to be set, and `listen` says where from now on; None is the role's own default.
 
-    Source: the spec, section 4.4, and the README.
+    Source: the spec, section 4.4, and DIFFERENCES.md.
     """
     async with cluster(P, DECODER, pool="64KiB") as made:
         await made.switch_role(PROMPT)
