@@ -25,8 +25,13 @@ from kvlink.memory.pool import Segment
 
 SHM: Final = "kvlink-shm"
 REGISTERED: Final = "kvlink-shm-registered"
-TRANSPORTS: Final = (SHM, REGISTERED)
-"""The pool, which the other side maps; and memory of the caller, which the kernel copies (``process_vm_readv``)."""
+UCX: Final = "kvlink-ucx"
+UCX_REGISTERED: Final = "kvlink-ucx-registered"
+TRANSPORTS: Final = (SHM, REGISTERED, UCX, UCX_REGISTERED)
+"""Over shared memory the pool, which the other side maps, and memory of the caller, which the kernel copies
+(``process_vm_readv``); over UCX the pool, and memory of the caller. What UCX uses underneath is its own choice, by
+``UCX_TLS``.
+"""
 
 _SMALLEST_POOL: Final = 4096
 _FREE_WITHIN_S: Final = 10.0
@@ -56,7 +61,9 @@ class Order:
     def config(self) -> ClusterConfig:
         """The settings of both clusters."""
         return ClusterConfig(
-            copy_threads=self.num_threads, permit_peer_access="peer" if self.transport == REGISTERED else None
+            copy_threads=self.num_threads,
+            permit_peer_access="peer" if self.transport == REGISTERED else None,
+            transports=("ucx",) if self.transport in (UCX, UCX_REGISTERED) else ("shm",),
         )
 
 
@@ -170,7 +177,7 @@ async def open_side(order: Order, *, cluster_id: int, role: Role) -> AsyncIterat
     config = order.config
     segment = None
     pool_nbytes = order.pool_nbytes
-    if order.transport == REGISTERED:
+    if order.transport in (REGISTERED, UCX_REGISTERED):
         segment = await anyio.to_thread.run_sync(Segment.create, "kvlink-bench", pool_nbytes)
         pool_nbytes = _SMALLEST_POOL
     try:
