@@ -245,7 +245,10 @@ class ClusterConfig:
                 raise ParameterTypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.numa_node is not None:
             check_int("numa_node", self.numa_node, 0, 1023)
-        if self.transports is not None and not isinstance(self.transports, tuple):
+        transports = self.transports
+        if transports is not None and not (
+            isinstance(transports, tuple) and all(isinstance(t, str) for t in transports)
+        ):
             raise ParameterTypeError(f"transports must be a tuple of names or None, got {self.transports!r}")
         if self.transports is not None and (not self.transports or not set(self.transports) <= {"shm", "ucx"}):
             raise ParameterValueError(f"transports must be of 'shm' and 'ucx', got {self.transports!r}")

@@ -68,8 +68,10 @@ class UcxConfig:
                 raise ParameterTypeError(f"ucx.{name} must be a tuple of names, got {value!r}")
         if self.transports == ():
             raise ParameterValueError("ucx.transports must name one at least; None stands for UCX's best")
-        if self.transports is not None and "tcp" in self.transports and not self.allow_tcp:
-            raise ParameterValueError("ucx.transports has tcp, which needs ucx.allow_tcp: read there what that means")
+        if self.transports is not None and not self.allow_tcp and _may_have_tcp(self.transports):
+            raise ParameterValueError(
+                f"ucx.transports {self.transports!r} has tcp, which needs ucx.allow_tcp: read there what that means"
+            )
         for name, lowest, highest in (
             ("rails", 0, 64),
             ("max_requests", 64, 65536),
@@ -88,15 +90,15 @@ class UcxConfig:
         for name in ("allow_tcp", "allow_version_mismatch"):
             if not isinstance(getattr(self, name), bool):
                 raise ParameterTypeError(f"ucx.{name} must be True or False, got {getattr(self, name)!r}")
-        if self.progress not in ("thread", "loop"):
+        if not isinstance(self.progress, str) or self.progress not in ("thread", "loop"):
             raise ParameterValueError(f"ucx.progress must be 'thread' or 'loop', got {self.progress!r}")
         if self.progress == "loop" and self.provider != "own":
             raise ParameterValueError("ucx.progress must be 'thread' with the worker of another provider")
-        if self.library_path is not None and not isinstance(self.library_path, str):
-            raise ParameterTypeError(f"ucx.library_path must be text or None, got {self.library_path!r}")
+        if self.library_path is not None and not _is_word(self.library_path):
+            raise ParameterTypeError(f"ucx.library_path must be a path or None, got {self.library_path!r}")
         if isinstance(self.provider, str) and self.provider not in PROVIDERS:
             raise ParameterValueError(f"ucx.provider must be one of {PROVIDERS} or an object, got {self.provider!r}")
-        if not all(
+        if not isinstance(self.options, tuple) or not all(
             isinstance(option, tuple) and len(option) == 2 and all(map(_is_word, option)) for option in self.options
         ):
             raise ParameterTypeError(f"ucx.options must be a tuple of (name, value), got {self.options!r}")
@@ -118,6 +120,13 @@ class UcxConfig:
         return cls(**values)  # type: ignore[arg-type]  # checked by __post_init__
 
 
+def _may_have_tcp(names: tuple[str, ...]) -> bool:
+    """Whether UCX would use TCP for this list of its transports: by name, as one of all, or as one not left out."""
+    if names[0].startswith("^"):
+        return "tcp" not in {name.lstrip("^\\") for name in names}
+    return any(name.lstrip("\\").startswith("tcp") or name == "all" for name in names)
+
+
 def _parse(name: str, text: str) -> object:
     if name in ("transports", "devices"):
         return tuple(part for part in text.split(",") if part)
@@ -129,4 +138,11 @@ def _parse(name: str, text: str) -> object:
 
 
 def _is_word(value: object) -> bool:
-    return isinstance(value, str) and bool(value) and "\0" not in value
+    """Whether it is text that a C function can be given."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        return False
+    try:
+        os.fsencode(value)
+    except UnicodeError:
+        return False
+    return True

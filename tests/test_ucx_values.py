@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -181,6 +183,44 @@ anyio.run(main)
     refusal, cluster = done.stdout.splitlines()
     assert "pip install 'kvlink[ucx]'" in refusal
     assert "open" in cluster
+
+
+@pytest.mark.parametrize("names", [("tcp",), ("cma", "tcp"), ("all",), ("^cma",), ("\\tcp",), ("^posix", "cma")])
+def test_tcp_does_not_come_in_by_another_name(names: tuple[str, ...]) -> None:
+    """Whatever makes UCX use TCP needs `allow_tcp`; a list that leaves TCP out does not."""
+    with pytest.raises(kv.ParameterValueError, match="allow_tcp"):
+        kv.UcxConfig(transports=names)
+    kv.UcxConfig(transports=names, allow_tcp=True)
+    kv.UcxConfig(transports=("^tcp",))
+    kv.UcxConfig(transports=("^cma", "tcp"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"options": None},
+        {"options": [("A", "b")]},
+        {"options": (("A",),)},
+        {"progress": np.zeros(0)},
+        {"library_path": "a\0b"},
+        {"library_path": ""},
+        {"library_path": "\ud800"},
+        {"transports": ("\ud800",)},
+        {"devices": ("a\0",)},
+    ],
+    ids=repr,
+)
+def test_settings_that_ucx_cannot_be_given_are_refused(fields: dict[str, Any]) -> None:
+    """Of the wrong type, or with bytes that no C string holds: an error of ours, where it is made."""
+    with pytest.raises(kv.ParameterError):
+        kv.UcxConfig(**fields)
+
+
+@pytest.mark.parametrize("transports", [([],), (1,), (), ("tcp",), "shm", ["shm"]], ids=repr)
+def test_transports_are_named(transports: Any) -> None:
+    """Whatever is no tuple of known names is refused."""
+    with pytest.raises(kv.ParameterError, match="transports"):
+        kv.ClusterConfig(transports=transports)
 
 
 def test_own_host_is_recognised() -> None:
