@@ -534,7 +534,16 @@ def config(**fields: Any) -> ClusterConfig:
 
 def test_every_setting_is_tested() -> None:
     """The lists that the tests below go through have every field but those that may be None, or have tests apart."""
-    apart = {"numa_node", "permit_peer_access", "secret", "tls_server", "tls_client", "allowed_uids"}
+    apart = {
+        "numa_node",
+        "permit_peer_access",
+        "secret",
+        "tls_server",
+        "tls_client",
+        "allowed_uids",
+        "transports",
+        "ucx",
+    }
     assert {*SECONDS, *COUNTS, *FLAGS, *apart} == {field.name for field in dataclasses.fields(ClusterConfig)}
 
 
@@ -772,7 +781,7 @@ def test_errors_are_what_python_would_have_raised_too() -> None:
         (StatusCode.LLM_NOT_YET_LINK, NotLinkedError),
         (StatusCode.LLM_LINK_FAILED, LinkError),
         (StatusCode.LLM_WAIT_PROCESS_TIMEOUT, TransferTimeoutError),
-        (StatusCode.LLM_LINK_BUSY, KVLinkError),
+        (StatusCode.LLM_UNLINK_FAILED, KVLinkError),
         (StatusCode.LLM_DEVICE_OUT_OF_MEMORY, KVLinkError),
     ],
 )
