@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import kvlink as kv
 from kvlink.loops import current_call_soon
+from kvlink.memory.regions import STATE
 from kvlink.testing import Fault, Faults, FaultyEndpoint, FaultyTransport
 from kvlink.testing.faults import Dice
 from tests.support.inside import link_to, num_write_leases
@@ -137,6 +138,18 @@ async def test_a_dropped_completion_ends_with_the_link() -> None:
             await eventually(lambda: s.endpoint.num_faults[Fault.DROP], "the dropped get")
             await s.reader.unlink_clusters([1], force=True)
         assert len(outcome) == 1
+
+
+async def test_memory_that_is_taken_back_while_a_cache_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region that was reached and then taken back, as its cache ended, is no lie of the peer's."""
+    async with scene() as s:
+        nbytes = FaultyEndpoint.region_nbytes
+        monkeypatch.setattr(
+            FaultyEndpoint, "region_nbytes", lambda self, region: nbytes(self, region) if region == STATE else 0
+        )
+        with pytest.raises(kv.CacheNotFoundError, match="ended while it was being opened") as caught:
+            await s.pull()
+        assert (caught.value.peer, caught.value.phase) == (1, "look-up")
 
 
 @asyncio_and_uvloop

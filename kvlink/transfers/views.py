@@ -125,4 +125,10 @@ async def accept_found(link: Link, found: Found, *, for_writing: bool) -> None:
             f"cluster {link.peer} names slot {found.slot} of a cache with {found.geometry.num_slots}", peer=link.peer
         )
     limits = {region: endpoint.region_nbytes(region) for region in regions}
+    if not all(limits.values()):  # reached, and taken back since
+        raise CacheNotFoundError(
+            f"cache {found.cache_id} of cluster {link.peer} ended while it was being opened",
+            peer=link.peer,
+            phase="look-up",
+        )
     check_geometry(found.geometry, limits, peer=link.peer)
