@@ -94,7 +94,15 @@ def parse_address(text: object) -> Address:
         host = host[1:-1]
     elif ":" in host:
         raise ParameterValueError(f"an IPv6 address is written in brackets, '[{host}]:{port}'; got {text!r}")
-    if not colon or not host or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
+    if (
+        set("[]") & set(host)
+        or not colon
+        or not host
+        or not port.isascii()
+        or not port.isdigit()
+        or len(port) > 5
+        or int(port) > 65535
+    ):
         raise ParameterValueError(f"an address is 'host:port', '[v6]:port' or 'unix:/path'; got {text!r}")
     try:
         is_host = host.isprintable() and " " not in host and bool(host.encode("idna"))

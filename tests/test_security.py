@@ -315,6 +315,26 @@ async def test_clusters_link_over_tls() -> None:
         assert not any(word in passed for word in told_apart(one, two))
 
 
+@every_loop
+async def test_tls_carries_a_crowd_both_ways() -> None:
+    """Hundreds of questions and answers at the same time, in both directions of one connection, all find their way."""
+    settings = contexts(certificates())
+    async with cluster(1, **settings) as one, cluster(2, secret=None, **settings) as two:
+        (await two.link_clusters([info(one)])).raise_for_status()
+        results: list[kv.LinkResults] = []
+
+        async def ask(here: kv.Cluster, peer: int) -> None:
+            for _ in range(5):
+                results.append(await here.check_link_status(peer, timeout_s=20))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(60):
+                tasks.start_soon(ask, one, 2)
+                tasks.start_soon(ask, two, 1)
+        assert len(results) == 600
+        assert all(result.status is kv.StatusCode.LLM_SUCCESS for result in results)
+
+
 async def test_a_cluster_without_a_certificate_is_refused_where_one_is_asked_for() -> None:
     """Mutual TLS: who has a certificate of the authority links, who has none or another's does not, and says TLS."""
     authority = certificates()

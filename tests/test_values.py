@@ -429,6 +429,8 @@ def test_addresses_are_read_and_written(text: str, address: Address) -> None:
         ("127.0.0.1", ParameterValueError),
         (":7000", ParameterValueError),
         ("[]:7000", ParameterValueError),
+        ("[[]]:7000", ParameterValueError),
+        ("[[::1]]:7000", ParameterValueError),
         ("host:", ParameterValueError),
         ("host:port", ParameterValueError),
         ("host:-1", ParameterValueError),

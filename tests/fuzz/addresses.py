@@ -16,6 +16,7 @@ SAMPLES: Final = [
     b"unix:/run/kvlink.sock",
     b"0.0.0.0:1",
     b"localhost:7",
+    b"[[]]:9",
 ]
 
 

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 Target = Callable[[bytes], None]
 
@@ -93,8 +96,17 @@ def main(target: Target, samples: Sequence[bytes]) -> None:
             del sys.modules[loaded]
         with atheris.instrument_imports(include=["kvlink"]):
             target = importlib.import_module(name).one_input
-        atheris.Setup([sys.argv[0], *arguments[1:]], target)
-        atheris.Fuzz()
+        with tempfile.TemporaryDirectory() as folder:  # the samples, to begin with
+            for number, sample in enumerate(samples):
+                Path(folder, str(number)).write_bytes(sample)
+            options = arguments[1:]
+            corpora = [option for option in options if not option.startswith("-")]
+            child = os.fork()  # libFuzzer ends its process, and the folder is to go
+            if not child:
+                atheris.Setup([sys.argv[0], *options, *([] if corpora else [folder])], target)
+                atheris.Fuzz()
+            _, status = os.waitpid(child, 0)
+        sys.exit(os.waitstatus_to_exitcode(status))
     parser = argparse.ArgumentParser(description=sys.modules[target.__module__].__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))

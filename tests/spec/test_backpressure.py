@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 import kvlink as kv
-from kvlink.wire import Failed, Found, OpenRead, Ping, Pong, Target, encode
+from kvlink.wire import Failed, Found, OpenRead, Ping, Pong, Stage, Target, encode
 from tests.support import inside
 from tests.support.loops import asyncio_and_trio, eventually, until
 from tests.support.pair import SLOW, Pair, pair
@@ -204,21 +204,22 @@ async def test_a_movement_larger_than_the_limit_works() -> None:
 
 
 async def test_a_huge_pull_does_not_hold_up_one_behind_it() -> None:
-    """A pull of 64 chunks that is called after one of thousands, on one thread, is done long before it."""
-    async with pair(FEW, config=SLOW) as here:
+    """A pull of 64 chunks that is called after one of thousands, on one thread, is done before it."""
+    desc = kv.CacheDesc(1, (2048, 16384), "uint8")
+    async with pair(desc, config={**SLOW, "chunk_nbytes": 16384}) as here:
         await here.warm_up()
-        is_done = False
+        order: list[str] = []
 
-        async def huge() -> None:
-            nonlocal is_done
-            await here.pull(list(range(64, 2048)))
-            is_done = True
+        async def pull(name: str, blocks: range) -> None:
+            await here.pull(blocks, blocks)
+            order.append(name)  # threads report in the order in which they end, however late the loop is
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(huge)
-            await eventually(lambda: here.link.nbytes.used, "the huge pull")
-            await here.pull(list(range(64)))
-            assert not is_done
+            tasks.start_soon(pull, "huge", range(64, 2048))
+            while not here.link.nbytes.used:
+                await anyio.lowlevel.checkpoint()
+            tasks.start_soon(pull, "small", range(64))
+        assert order == ["small", "huge"]
         here.expect_all()
 
 
@@ -249,6 +250,28 @@ async def test_a_peer_gets_so_many_leases_and_no_more(victim_loop: str) -> None:
                 await good.kv_cache_manager.pull_cache(kv.CacheKey(1, 7), cache, 0, timeout_s=5)
                 good.kv_cache_manager.deallocate_cache(cache)
             await until(partial(owner.call, "usage"), lambda usage: usage["read_leases"] == 0)
+
+
+async def test_a_peer_gets_so_much_room_for_detours_and_no_more() -> None:
+    """A hundred at once: the limit's number is served, the rest refused, and the room comes back with the link."""
+    async with spawn_peer(1, "MIX", pool="8MiB", config={"max_leases_per_link": 5}) as owner:
+        await owner.call("allocate_blocks", num_tensors=2, shape=[4, 4096], model_id=0)
+        used = (await owner.call("usage"))["pool_nbytes"]
+        with Stranger.dial(owner.address) as greedy:
+            greedy.link(1)
+            greedy.say(*[Stage(seq, Target("blocks", 0), (0, 1), 0, 2, False) for seq in range(1, 101)])
+            num_rooms = num_refused = 0
+            while num_rooms + num_refused < 100:
+                answer = await anyio.to_thread.run_sync(greedy.hear)
+                if isinstance(answer, Failed):
+                    assert answer.status == kv.StatusCode.LLM_LINK_BUSY
+                    num_refused += 1
+                elif not isinstance(answer, Ping):
+                    assert isinstance(answer, Found)
+                    num_rooms += 1
+            assert num_rooms == 5
+            assert (await owner.call("usage"))["pool_nbytes"] > used
+        await until(partial(owner.call, "usage"), lambda usage: usage["pool_nbytes"] == used)
 
 
 async def test_a_refused_lease_is_a_typed_error() -> None:
