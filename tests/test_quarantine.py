@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import kvlink as kv
 from kvlink.checks import Tensors
@@ -21,7 +25,7 @@ from kvlink.wire import CloseWrite, Found, Message, Target
 from tests.support import inside
 from tests.support.loops import asyncio_and_trio, eventually, every_loop
 from tests.support.pair import RUBBISH, SLOW
-from tests.support.pattern import expect, fill, rows
+from tests.support.pattern import Stamp, expect, fill, rows
 from tests.support.peer import Peer, spawn_peer
 
 DESC = kv.CacheDesc(4, (256, 4096), "uint8")
@@ -52,6 +56,11 @@ async def written_into(**config: Any) -> AsyncIterator[tuple[kv.Cluster, Peer, k
             here.kv_cache_manager.deallocate_cache(cache)
         if writer.is_alive:
             writer.cont()
+
+
+def differs(row: NDArray[np.uint8], before: int) -> bool:
+    """Whether something has been written into a row of bytes."""
+    return int(row[2]) != before
 
 
 def num_waiting(cluster: kv.Cluster) -> int:
@@ -195,6 +204,42 @@ async def test_a_push_stops_with_its_link() -> None:
         assert all(np.array_equal(now, then) for now, then in zip(cache.tensors, after, strict=True))
         writer.kv_cache_manager.deallocate_cache(source)
         owner.kv_cache_manager.deallocate_cache(cache)
+
+
+async def test_no_late_byte_lands_in_the_next_cache() -> None:
+    """Links cut in mid-push, memory given back, writers that link again at once: the next cache keeps its own bytes."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    num_rounds = 200 if os.environ.get("KVLINK_STRESS") == "1" else 4
+    desc = kv.CacheDesc(8, (1024, 4096), "uint8")
+    blocks = list(range(1024))
+    config = {**SLOW, "relink_min_s": 0.002, "relink_max_s": 0.01}
+    async with mix(1, "33MiB") as here, spawn_peer(2, "MIX", pool="33MiB", config=config) as writer:
+        manager = here.kv_cache_manager
+        source = await writer.call("allocate_blocks", num_tensors=8, shape=[1024, 4096])
+        cache = manager.allocate_blocks_cache(desc)
+        await writer.call("link", clusters=[(1, here.address)], relink=True)
+        for number in range(num_rounds):
+            own = Stamp(1, 1, number)
+            fill(cache.tensors, own)
+            await eventually(lambda: here.links, "the link")
+            pushing = writer.start("push_by_id", peer=1, cache_id=cache.cache_id, cache=source, blocks=blocks)
+            first = rows(cache.tensors[0])[0]
+            before = int(first[2])
+            await eventually(partial(differs, first, before), "the push's first bytes")
+            del first
+            await anyio.sleep(chance.random() * 0.01)
+            (await here.unlink_clusters([2], force=True)).raise_for_status()
+            manager.deallocate_cache(cache)
+            await eventually(lambda: not num_waiting(here), "the memory back")
+            cache = manager.allocate_blocks_cache(desc)
+            fill(cache.tensors, own)
+            with suppress(kv.KVLinkError):  # or it was done before the link was cut
+                await pushing.result()
+            expect(cache.tensors, own)
+            assert cache.is_quiet()
+        manager.deallocate_cache(cache)
 
 
 async def test_a_room_that_is_written_into_is_kept_as_well() -> None:
