@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 
 import kvlink as kv
-from tests.spec.harness import LIMIT_S, D, P, SpecActor, Stage, cluster, link
+from tests.spec.harness import LIMIT_S, D, P, SpecActor, Stage, cluster, late_if_asked, link
 from tests.support import actor as support_actor
 from tests.support.peer import spawn_peer
 
@@ -65,7 +65,9 @@ class TicketActor(SpecActor):
 
 
 @asynccontextmanager
-async def owner_in_child(*, life: int = 1, here: kv.Cluster | None = None, **config: Any) -> AsyncIterator[Stage]:
+async def owner_in_child(
+    transport: str, *, life: int = 1, here: kv.Cluster | None = None, **config: Any
+) -> AsyncIterator[Stage]:
     """Run P in a child, and D here (None: a new one), linked; both are MIX.
 
     Args:
@@ -79,7 +81,7 @@ async def owner_in_child(*, life: int = 1, here: kv.Cluster | None = None, **con
         )
         if here is None:
             here = await stack.enter_async_context(cluster(D, kv.Role.MIX, **config))
-        await link(here, P, owner.address, "shm")
+        await link(here, P, owner.address, transport)
         yield Stage(owner, here)
 
 
@@ -87,6 +89,7 @@ def main() -> None:
     """Serve as the child of a test."""
     sys.argv[1:] = sys.argv[-1:]
     vars(support_actor)["Actor"] = TicketActor
+    vars(support_actor)["wrap_transport"] = late_if_asked
     support_actor.main()
 
 
