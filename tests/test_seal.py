@@ -10,11 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlink.links.seal import Seal, WrongProofError, make_nonce
-from kvlink.wire import Challenge, Message, Ready, Sealed
+from kvlink.wire import Challenge, Hello, Message, Ready, Sealed, unpack
 from tests.support.stranger import hello
 
 SECRET = secrets.token_bytes(32)
-SAID: list[Message] = [hello(2, expects=1), hello(1), Ready(transport="shm"), Ready(transport="shm", reason="why not")]
+CARD = b"a card that others must not read, of more than one block of the stream"
+SAID: list[Message] = [
+    hello(2, expects=1),
+    hello(1, offers={"shm": CARD, "ucx": CARD}),
+    Ready(transport="shm", card=CARD),
+    Ready(transport="shm", reason="why not", card=CARD),
+]
 
 
 class Talk:
@@ -110,6 +116,25 @@ def test_a_proof_stands_for_all_that_was_said_before() -> None:
     talk.acceptor.close(hello(1, transports=("ucx", "shm")))
     with pytest.raises(WrongProofError):
         talk.acceptor.open(talk.dialler.close(Ready(transport="shm")))
+
+
+def test_cards_are_hidden_each_in_its_own_way() -> None:
+    """Who reads along sees no card, nor that two are the same, in one message, in both directions, or another time."""
+    hidden = []
+    for talk in (Talk(), Talk()):
+        talk.dialler.check(talk.challenge)
+        for index, message in enumerate(SAID):
+            sender, receiver = talk.seals(index)
+            sealed = sender.close(message)
+            assert receiver.open(sealed) == message
+            seen = unpack(sealed.body)
+            hidden += (
+                [*seen.offers.values()] if isinstance(seen, Hello) else [seen.card] if isinstance(seen, Ready) else []
+            )
+    assert len(hidden) == 8
+    assert {len(card) for card in hidden} == {len(CARD)}
+    for start in range(len(CARD) - 8):
+        assert len({card[start : start + 8] for card in (*hidden, CARD)}) == 9
 
 
 def test_the_first_proof_says_nothing_of_who_it_is_from() -> None:

@@ -215,7 +215,7 @@ class Recorder:
 
 
 async def test_the_secret_does_not_travel() -> None:
-    """Nor is it in a repr, a log line, or what an error says."""
+    """Nor does what it opens, the way to shared memory; and it is in no repr."""
     async with cluster(1, secret=SECRET) as one, cluster(2, secret=SECRET) as two:
         recorder = Recorder(one.address)
         async with recorder.running() as address:
@@ -223,6 +223,8 @@ async def test_the_secret_does_not_travel() -> None:
             (await two.check_link_status(1)).raise_for_status()
         assert len(b"".join(recorder.passed)) > 500
         assert SECRET not in b"".join(recorder.passed)
+        assert b"offers" in b"".join(recorder.passed)
+        assert b"kvlink-" not in b"".join(recorder.passed)  # where memory is shared, and what to show there
         assert "horse" not in repr(one.config) + repr(one)
 
 

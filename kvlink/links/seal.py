@@ -23,11 +23,16 @@ Where the connection is TLS, its channel binding is in the key: a proof is worth
 that whoever ends our TLS connection and opens one of his own to our peer is noticed even where certificates are not
 checked.
 
+Cards, which say how a transport is attached to, are hidden from whoever reads along: the token that one of them holds
+is shown on another socket, and would be as good in the hands of a relay. They are combined with a stream of
+``HMAC-SHA256(key, "veil" | place | sender | transport)``, each place of which is used once.
+
 The acceptor proves itself first, so that neither side says who it is, or what it has, to somebody without the secret.
 What an outsider gets is one HMAC over known nonces, to try guesses on at home. A secret must be too long to guess:
 ``secrets.token_bytes(32)``.
 
-Decision: the secret says who may link. It neither hides nor protects what is said over the link afterwards.
+Decision: the secret says who may link. It neither hides nor protects what is said over the link afterwards, and of the
+handshake it hides the cards alone.
 Because: on one host there is nobody in between, and across hosts TLS does that properly.
 Instead of: encryption of our own.
 Revisit when: somebody must cross a hostile network and cannot have certificates.
@@ -39,7 +44,9 @@ import hmac
 import secrets
 from typing import Final
 
-from kvlink.wire import Challenge, Message, Sealed, pack, unpack
+from msgspec import structs
+
+from kvlink.wire import Challenge, Hello, Message, Ready, Sealed, pack, unpack
 
 NONCE_NBYTES: Final = 32
 _CONTEXT: Final = b"kvlink handshake 1"
@@ -88,7 +95,7 @@ class Seal:
 
     def close(self, message: Message) -> Sealed:
         """Return our next message with its proof."""
-        body = pack(message)
+        body = pack(self._veiled(message, is_dialler=self._is_dialler))
         self._chain = self._proof(body, is_dialler=self._is_dialler)
         return Sealed(body=body, proof=self._chain)
 
@@ -100,7 +107,23 @@ class Seal:
             ProtocolError: the peer has, and what it says is malformed all the same.
         """
         self._advance(sealed.proof, sealed.body)
-        return unpack(sealed.body)
+        return self._veiled(unpack(sealed.body), is_dialler=not self._is_dialler)
+
+    def _veiled(self, message: Message, *, is_dialler: bool) -> Message:
+        """Return a message with its cards hidden, or with hidden ones as they were."""
+        label = _LABELS[is_dialler].decode()
+        if isinstance(message, Hello):
+            offers = {name: self._veil(card, f"{label} offers {name}") for name, card in message.offers.items()}
+            return structs.replace(message, offers=offers)
+        if isinstance(message, Ready):
+            return structs.replace(message, card=self._veil(message.card, f"{label} answers"))
+        return message
+
+    def _veil(self, card: bytes, what: str) -> bytes:
+        """Exclusive-or with a stream that is used for this one card of this one handshake."""
+        blocks = range(0, len(card), 32)
+        stream = b"".join([hmac.digest(self._key, b"veil %d " % block + what.encode(), "sha256") for block in blocks])
+        return bytes([ours ^ theirs for ours, theirs in zip(card, stream, strict=False)])
 
     def _advance(self, proof: bytes, body: bytes) -> None:
         expected = self._proof(body, is_dialler=not self._is_dialler)
