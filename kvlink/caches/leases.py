@@ -170,6 +170,11 @@ class LeaseBook:
         """Whether `holder` has a write lease on anything."""
         return holder in self._writes_of
 
+    def end_reads(self, entry: CacheEntry) -> None:
+        """End the read leases on memory that is its user's again: what is read under them may be something else."""
+        for number in [number for number, lease in self._reads.items() if lease.entry is entry]:
+            self.close_read(self._reads[number].holder, number, None)
+
     def drop_readers(self, holder: bytes) -> None:
         """End the read leases of a peer whose link has ended; nothing counts as delivered."""
         for number in list(self._reads_of.get(holder, ())):

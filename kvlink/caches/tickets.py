@@ -24,6 +24,7 @@ lease and that limit loses its tickets while its link stands: a stopped process 
 Many tickets may be given for reading a block, or one for filling it, until that one is quiet (`BlockUse`).
 
 Deallocating a cache leaves its tickets for reading valid, and revokes those for filling: nobody could see the bytes.
+Unregistering memory revokes both: what it holds from then on is its user's business.
 """
 
 from __future__ import annotations
@@ -261,9 +262,11 @@ class TicketBook:
             self.end(ticket, TicketEnding.PEER_LOST, cause, told_by=holder)
 
     def end_cache(self, entry: CacheEntry) -> None:
-        """A cache has ended: nobody waits for its blocks to be filled any more."""
-        for ticket in [ticket for ticket in self._live.values() if ticket.entry is entry and ticket.is_write]:
-            self.end(ticket, TicketEnding.REVOKED, "its cache was deallocated")
+        """A cache has ended: nobody waits for its blocks to be filled any more, and registered memory is its user's."""
+        is_pinned = entry.is_consumable
+        for ticket in [ticket for ticket in self._live.values() if ticket.entry is entry]:
+            if ticket.is_write or not is_pinned:
+                self.end(ticket, TicketEnding.REVOKED, "its cache was deallocated")
 
     def close(self, cause: str) -> None:
         """End every ticket: the cluster is closing. Idempotent."""

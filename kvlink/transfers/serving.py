@@ -153,6 +153,8 @@ class CacheServer:
     def _recall(self, entry: CacheEntry) -> None:
         """A cache has ended: ask its writers to stop. Its memory waits for them."""
         self._tickets.end_cache(entry)
+        if not entry.is_consumable:
+            self._store.leases.end_reads(entry)
         for holder, number in self._store.leases.writers_of(entry):
             link = self._open.get(holder)
             if link is not None:

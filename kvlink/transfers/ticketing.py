@@ -43,7 +43,7 @@ class Ticketing(CacheBookkeeping):
                 link; a reader that is silent for longer than this and the liveness limit loses it.
 
         Ownership: do not write these blocks until the ticket has ended. `deallocate_cache` may be called before: the
-        memory stays until then.
+        memory stays until then. `unregister_cache` revokes the ticket.
 
         Raises:
             ParameterError: a block number is wrong, or there is none; or a block is to be filled under another ticket.

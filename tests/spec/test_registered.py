@@ -233,7 +233,8 @@ async def test_unregister(transport: str, by: str) -> None:
         assert again.cache_id > cache_id
 
 
-async def test_unregister_under_a_reader(transport: str) -> None:
+@pytest.mark.parametrize("what", ["blocks", "a slot"])
+async def test_unregister_under_a_reader(transport: str, what: str) -> None:
     """kvlink: a pull during which the memory is unregistered fails, and reports no bytes as good.
 
     Source: the spec, section 9.1 ("call after unlinking"), and DIFFERENCES.md.
@@ -243,9 +244,15 @@ async def test_unregister_under_a_reader(transport: str) -> None:
         into = pair.reader.allocate_blocks_cache(DESC)
         held = hold(pair.decoder, P, "get")
 
+        by_id = kv.CacheKeyByIdAndIndex(P, cache.cache_id)
+        calls = {
+            "blocks": lambda: pair.reader.pull_blocks(KEY, into, [0], [0]),
+            "a slot": lambda: pair.reader.pull_cache(by_id, into),
+        }
+
         async def pull() -> None:
             with pytest.raises(kv.CacheNotFoundError):
-                await pair.reader.pull_blocks(KEY, into, [0], [0])
+                await calls[what]()
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pull)

@@ -695,6 +695,26 @@ async def test_deallocate_under_a_ticket_for_filling(transport: str) -> None:
         assert used_nbytes(side.giver) == 0
 
 
+async def test_unregistering_revokes(transport: str) -> None:
+    """Registered memory is its user's at once: a reader in the middle fails, whatever it reads from then on."""
+    async with linked_pair(transport, roles=MIX) as pair:
+        buffers = [bytearray(DESC.tensor_nbytes) for _ in range(DESC.num_tensors)]
+        cache, into = pair.owner.register_blocks_cache(DESC, buffers), pair.reader.allocate_blocks_cache(DESC)
+        ticket = pair.owner.offer_blocks(cache, [3, 1])
+        held_back = hold(pair.decoder, P, "get")
+        async with anyio.create_task_group() as tasks:
+
+            async def pull() -> None:
+                with pytest.raises(kv.TicketError, match="ended"):
+                    await pair.reader.pull_blocks(ticket.token, into, [], [0, 1])
+
+            tasks.start_soon(pull)
+            await held_back.reached.wait()
+            pair.owner.unregister_cache(cache)
+            held_back.release()
+        assert await ticket.outcome(timeout_s=5) == (End.REVOKED, "its cache was deallocated", D)
+
+
 # ---- tokens
 
 
