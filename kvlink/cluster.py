@@ -27,7 +27,7 @@ from kvlink.errors import (
 )
 from kvlink.geometry import Role, check_int
 from kvlink.links.calls import LinkCalls
-from kvlink.links.table import LinkTable
+from kvlink.links.table import BEATS, LinkTable
 from kvlink.listening import Door, open_door
 from kvlink.memory.copying import Copier
 from kvlink.transfers.heldtickets import HeldTickets
@@ -335,7 +335,7 @@ class Cluster(LinkCalls):
         assert self._links is not None
         assert self._store is not None
         while True:
-            await anyio.sleep(self.config.liveness_s / 4)
+            await anyio.sleep(self.config.liveness_s / BEATS)
             now = anyio.current_time()
             self._links.beat(now)
             self._store.leases.expire(now)

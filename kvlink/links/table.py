@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _PROBE_S: Final = 1.0
 """How long an older link of a peer that dials again may take to show that it is alive."""
+BEATS: Final = 8
+"""Looks at the silence of peers within the liveness limit: with a ping at every third of them, one may be lost."""
 _MAX_STRANGERS: Final = 256
 """Connections that have not said who they are yet; at least as many as links, which may all come at once."""
 
@@ -88,6 +90,7 @@ class LinkTable:
         self._on_opened = on_opened
         self._link_closed = on_closed
         self._links: dict[int, Link] = {}
+        self._beat_at: float | None = None
         self._attempts: dict[int, _Attempt] = {}
         self._stopping: list[Link] = []  # those that have ended and whose puts have not, yet
         self._strangers = Strangers(max(_MAX_STRANGERS, config.max_links))
@@ -197,15 +200,24 @@ class LinkTable:
         On one host the kernel reports a death at once, so nothing is said and nothing awaited: silence there means a
         busy loop or a stopped process. 500 idle links on one host cost nothing this way, and 4 % of a core with
         heartbeats.
+
+        To be called `BEATS` times within the liveness limit. A link is given up one beat before the limit, so that it
+        is lost within the limit and not at the first beat after it. While this loop was held up it heard nobody: that
+        is not silence of theirs.
         """
         liveness_s = self._config.liveness_s
+        beat_s = liveness_s / BEATS
+        deaf_s = 0.0 if self._beat_at is None else max(0.0, now - self._beat_at - beat_s)
+        self._beat_at = now
         for link in self._links.copy().values():
             if link.endpoint.capabilities.is_same_host:
                 continue
+            if deaf_s > beat_s:
+                link.heard_at += deaf_s
             if now - link.sent_at > liveness_s / 4:
                 link.sent_at = now
                 link.post(Ping(0))
-            if now - link.heard_at > liveness_s:
+            if now - link.heard_at > liveness_s - beat_s:
                 link.lose(
                     LinkLostError(
                         f"nothing was heard from cluster {link.peer} for {liveness_s} s; link again", peer=link.peer

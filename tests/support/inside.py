@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import kvlink as kv
 from kvlink.caches.store import CacheStore
+from kvlink.links.table import LinkTable
 from kvlink.transfers.serving import CacheServer
 from kvlink.transports.base import Transport
 
@@ -59,3 +60,10 @@ def server(cluster: kv.Cluster) -> CacheServer:
 def transport_of(cluster: kv.Cluster, name: str) -> Transport:
     """Return one of the transports of a cluster."""
     return next(transport for transport in cluster._transports if transport.name == name)
+
+
+def table_of(cluster: kv.Cluster) -> LinkTable:
+    """Return the table of a cluster's links."""
+    table = cluster._links
+    assert table is not None
+    return table
