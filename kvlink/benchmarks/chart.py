@@ -79,8 +79,20 @@ def draw(lines: Sequence[Line], path: Path) -> list[Path]:
         for side in ("top", "right", "left"):
             panel.spines[side].set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
+    figure.suptitle(machine_of(lines), fontsize=8, color="#5f6b6d")
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(systems)), fontsize=8, frameon=False)
     written = [path.with_suffix(".png"), path.with_suffix(".svg")]
     figure.savefig(written[0], dpi=150)
     figure.savefig(written[1])
     return written
+
+
+def machine_of(lines: Sequence[Line]) -> str:
+    """Return the machine and the versions that lines were measured with, as far as they say so."""
+    line = next((line for line in lines if "machine" in line), None)
+    if line is None:
+        return ""
+    machine, versions = line["machine"], line.get("versions", {})
+    named = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("kvlink", "numpy"))
+    parts = [machine["cpu"], f"{machine['cores']} cores", f"Linux {machine['kernel']}", f"Python {machine['python']}"]
+    return ", ".join([*parts, named] if named else parts)

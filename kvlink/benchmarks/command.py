@@ -16,7 +16,7 @@ from typing import Final, TextIO
 import anyio
 
 from kvlink.benchmarks.accounting import QuietGate, machine, versions
-from kvlink.benchmarks.chart import draw
+from kvlink.benchmarks.chart import draw, machine_of
 from kvlink.benchmarks.measuring import Line, measure
 from kvlink.benchmarks.pair import open_pair
 from kvlink.benchmarks.progress import Progress
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             anyio.run(_measure_scale, arguments, emit, progress, backend_options={"use_uvloop": is_uvloop})
             progress.clear()
             if arguments.json != "-":
-                sys.stdout.write(write_curves(lines) + f"{machine()}, {versions()}\n")
+                sys.stdout.write(f"{write_curves(lines)}{machine_of(lines)}\n")
             if arguments.plot is not None:
                 for path in draw_scale(lines, arguments.plot):
                     progress.say(f"wrote {path}")

@@ -60,11 +60,10 @@ async def measure_scale(
         num_processes: that run the peers.
         idle_s: seconds of doing nothing at each number of links.
     """
-    for lines in (plans(), caches(), iter([million_blocks()])):
-        progress.show("planning and bookkeeping")
-        for line in lines:
-            emit(line)
-    async for line in _links(progress, num_links, num_processes, idle_s):
+    async for line in _links(progress, num_links, num_processes, idle_s):  # first: it looks at this process's memory
+        emit(line)
+    progress.show("planning and bookkeeping")
+    for line in (*plans(), *caches(), million_blocks()):
         emit(line)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from kvlink.benchmarks.chart import machine_of
 from kvlink.benchmarks.measuring import Line
 
 _PANELS: Final = (
@@ -44,6 +45,7 @@ def draw_scale(lines: Sequence[Line], path: Path) -> list[Path]:
         panel.tick_params(labelsize=7)
         panel.grid(color="#dddddd", linewidth=0.6)
         panel.legend(fontsize=7, frameon=False)
+    figure.suptitle(machine_of(lines), fontsize=8, color="#5f6b6d")
     written = [path.with_suffix(".png"), path.with_suffix(".svg")]
     figure.savefig(written[0], dpi=150)
     figure.savefig(written[1])
