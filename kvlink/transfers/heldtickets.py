@@ -34,7 +34,7 @@ _OWNERS: Final = (TicketEnding.REVOKED, TicketEnding.FAILED, TicketEnding.PEER_L
 
 
 _MAX_EARLY: Final = 1024
-"""Ends that came before their tickets; each is waited for by one claim, so there are never many."""
+"""Ends that came before their tickets, for each link; each is waited for by one claim, so there are never many."""
 
 
 class Coverage:
@@ -246,12 +246,13 @@ class HeldTickets:
 
     def __init__(self) -> None:
         self._held: dict[tuple[Link, int], HeldTicket] = {}
-        self._ended_early: OrderedDict[tuple[Link, int], EndTicket] = OrderedDict()
+        self._ended_early: dict[Link, OrderedDict[int, EndTicket]] = {}
 
     def add(self, link: Link, said: Token, found: Found, grant: WriteGrant | None) -> HeldTicket:
         """Keep a ticket that has just been claimed; it may have ended already."""
         held = self._held[link, said.number] = HeldTicket(link, said, found, grant, self._forget)
-        message = self._ended_early.pop((link, said.number), None)
+        early = self._ended_early.get(link)
+        message = None if early is None else early.pop(said.number, None)
         if message is not None:
             self.take(link, message)
         return held
@@ -267,16 +268,16 @@ class HeldTickets:
             held.end(message.kind if message.kind in _OWNERS else TicketEnding.REVOKED, message.cause)
             return
         # Whoever claimed it has the answer and has not had a turn yet; or has gone.
-        self._ended_early[link, message.number] = message
-        if len(self._ended_early) > _MAX_EARLY:
-            self._ended_early.popitem(last=False)
+        early = self._ended_early.setdefault(link, OrderedDict())
+        early[message.number] = message
+        if len(early) > _MAX_EARLY:
+            early.popitem(last=False)
 
     def lose(self, link: Link, cause: str) -> None:
         """A link has ended."""
         for held in [held for held in self._held.values() if held.link is link]:
             held.end(TicketEnding.PEER_LOST, cause)
-        for place in [place for place in self._ended_early if place[0] is link]:
-            del self._ended_early[place]
+        self._ended_early.pop(link, None)
 
     def _forget(self, held: HeldTicket) -> None:
         self._held.pop((held.link, held.number), None)

@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import anyio
 import numpy as np
@@ -50,6 +50,9 @@ from kvlink.transfers.staging import get_by_detour
 from kvlink.transfers.transfer import ended_while_read, get_checked, is_current
 from kvlink.transfers.views import accept_found
 from kvlink.wire import Claim, CloseRead, Found, Target
+
+_MAX_CELLS: Final = 2**28
+"""Blocks times tensors of a ticket: a million blocks of 256 tensors. Each takes a byte at its holder."""
 
 AnyTicket = bytes | str | HeldTicket
 """What stands for a ticket in a call: its token, or the ticket while it is held."""
@@ -266,7 +269,7 @@ class TicketMover:
             answer = await link.ask(lambda seq: Claim(seq, said.number, said.secret, said.is_write))
         except CacheNotFoundError as exc:
             raise TicketError(str(exc), peer=link.peer, phase="look-up", ticket=said.number) from None
-        if not isinstance(answer, Found) or not answer.blocks or max(answer.blocks) >= answer.geometry.num_slots:
+        if not isinstance(answer, Found) or not _is_sound(answer):
             if isinstance(answer, Found):
                 link.post(CloseRead(answer.lease))
             raise ProtocolError(f"cluster {link.peer} answered a claim with nonsense", peer=link.peer)
@@ -333,6 +336,17 @@ def join_pairs(local: list[int], remote: list[int], block_nbytes: int, *, is_wri
     if not is_write:
         return join_blocks(local, remote, block_nbytes)
     return [Piece(mine, theirs, nbytes) for theirs, mine, nbytes in join_blocks(remote, local, block_nbytes)]
+
+
+def _is_sound(found: Found) -> bool:
+    """Whether a peer's answer to a claim can be kept: what is noted for each block of each tensor is bounded."""
+    geometry, blocks = found.geometry, found.blocks
+    return (
+        bool(blocks)
+        and max(blocks) < geometry.num_slots
+        and len(set(blocks)) == len(blocks)
+        and 1 <= geometry.num_tensors <= _MAX_CELLS // len(blocks)
+    )
 
 
 def _check_direction(number: int, owner: int, is_for_write: bool, is_write: bool) -> None:

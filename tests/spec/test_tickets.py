@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import anyio
+import msgspec
 import pytest
 
 import kvlink as kv
@@ -750,6 +751,35 @@ async def test_tokens_that_are_refused(transport: str, kind: str) -> None:
         assert ticket.is_live
         assert held.is_live
         assert [tensor.tobytes() for tensor in side.theirs.tensors + side.ours.tensors] == before
+
+
+async def test_nonsense_in_answer_to_a_claim(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner that describes an impossible ticket is refused before anything is kept, and gets its ticket back."""
+    async with side_of(transport, "read") as side:
+        link = link_to(side.user, side.giver.cluster_id)
+        ask = link.ask
+        for changes in (
+            {"blocks": ()},
+            {"blocks": (NUM,)},
+            {"blocks": (1, 1)},
+            {"num_tensors": 2**40},
+            {"num_tensors": -1},
+        ):
+
+            async def lie(question: Any, changes: dict[str, Any] = changes) -> Any:
+                answer = await ask(question)
+                assert isinstance(answer, Found)
+                geometry = {key: value for key, value in changes.items() if key != "blocks"}
+                blocks = changes.get("blocks", answer.blocks)
+                return msgspec.structs.replace(
+                    answer, blocks=blocks, geometry=msgspec.structs.replace(answer.geometry, **geometry)
+                )
+
+            monkeypatch.setattr(link, "ask", lie)
+            ticket = side.give([3, 1])
+            with pytest.raises(kv.ProtocolError):
+                await side.hold(ticket)
+            assert (await ticket.outcome(timeout_s=5)).kind is End.DROPPED
 
 
 async def test_bad_tokens_delay_nobody(transport: str) -> None:
