@@ -7,8 +7,9 @@ Python types and values outside an integer's width are also `TypeError` and `Val
 
 from __future__ import annotations
 
+import reprlib
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 if TYPE_CHECKING:
     from kvlink.report import Interrupted, TransferReport
@@ -56,6 +57,16 @@ class StatusCode(IntEnum):
     def is_ok(self) -> bool:
         """Whether this is `LLM_SUCCESS`."""
         return self is StatusCode.LLM_SUCCESS
+
+
+_SHORT: Final = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 12
+
+
+def shown(value: object) -> str:
+    """Return what to show of a value in a message: its ``repr``, cut short. A wrong block table may be megabytes."""
+    return _SHORT.repr(value)
 
 
 class KVLinkError(RuntimeError):

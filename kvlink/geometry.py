@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from kvlink.errors import ParameterError, ParameterTypeError, ParameterValueError
+from kvlink.errors import ParameterError, ParameterTypeError, ParameterValueError, shown
 
 
 class Role(IntEnum):
@@ -93,9 +93,9 @@ def check_int(name: str, value: object, lowest: int, highest: int) -> int:
     if type(value) is int and lowest <= value <= highest:
         return value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ParameterTypeError(f"{name} must be an integer, got {value!r}")
+        raise ParameterTypeError(f"{name} must be an integer, got {shown(value)}")
     if not lowest <= value <= highest:
-        raise ParameterValueError(f"{name} must be in {lowest}..{highest}, got {value!r}")
+        raise ParameterValueError(f"{name} must be in {lowest}..{highest}, got {shown(value)}")
     return int(value)
 
 
@@ -136,7 +136,7 @@ class CacheDesc:
         put = object.__setattr__
         put(self, "num_tensors", check_int("num_tensors", num_tensors, 1, _UINT32_MAX))
         if not isinstance(shape, (tuple, list)):
-            raise ParameterTypeError(f"shape must be a tuple or list of integers, got {shape!r}")
+            raise ParameterTypeError(f"shape must be a tuple or list of integers, got {shown(shape)}")
         if not 1 <= len(shape) <= 31:
             raise ParameterValueError(f"shape must have 1 to 31 dimensions, got {len(shape)}")
         put(self, "shape", tuple(check_int(f"shape[{i}]", n, 1, _INT64_MAX) for i, n in enumerate(shape)))
@@ -144,7 +144,7 @@ class CacheDesc:
             put(self, "data_type", DataType(data_type))
         except ValueError:
             known = ", ".join(kind.value for kind in DataType)
-            raise ParameterValueError(f"data_type must be one of {known}; got {data_type!r}") from None
+            raise ParameterValueError(f"data_type must be one of {known}; got {shown(data_type)}") from None
         if not isinstance(placement, Placement):
             raise ParameterTypeError(f"placement must be a Placement, got {placement!r}")
         put(self, "placement", placement)

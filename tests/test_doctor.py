@@ -15,6 +15,7 @@ from typing import Any, Final
 import pytest
 
 from kvlink import cli
+from kvlink.doctor import host as host_checks
 from kvlink.doctor import probes
 from kvlink.doctor.children import Answer, run_probes
 from kvlink.doctor.command import examine, show
@@ -365,6 +366,21 @@ def test_strange_files_are_no_reason_to_fail(tmp_path: Path) -> None:
     """Files with other things in them than they should have are as good as none."""
     rubbish = dict.fromkeys(PLAIN, "\x00 [ : 7 \n\n:::\nMax open files\nMemAvailable: x\nSeccomp\n")
     assert show(diagnose(host_of(tmp_path, rubbish)))
+
+
+def test_a_check_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the doctor's own is told under the check's name, and the other checks are made."""
+
+    def numa(host: Host) -> Finding:
+        raise ZeroDivisionError("a kernel that nobody thought of")
+
+    checks = tuple(numa if check.__name__ == "numa" else check for check in host_checks.EXAMINATIONS)
+    monkeypatch.setattr(host_checks, "EXAMINATIONS", checks)
+    diagnosis = diagnose(host_of(tmp_path, PLAIN))
+    assert finding(diagnosis, "numa").state is State.WARN
+    assert "a kernel that nobody thought of" in finding(diagnosis, "numa").found
+    assert finding(diagnosis, "event-loops").state is State.OK
+    assert diagnosis.is_well
 
 
 def test_need_makes_an_option_a_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import string
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
@@ -18,6 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvlink.errors
+from kvlink.checks import check_blocks
 from kvlink.config import (
     Address,
     ClusterConfig,
@@ -43,7 +45,7 @@ from kvlink.errors import (
     TransferTimeoutError,
     error_for,
 )
-from kvlink.geometry import CacheDesc, DataType, Placement, Role
+from kvlink.geometry import CacheDesc, DataType, Placement, Role, check_int
 from kvlink.keys import ABSENT, BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, KeyName, check_pull_key
 from kvlink.report import BlockFailure, LinkResult, LinkResults, TransferReport, failed_result
 
@@ -891,3 +893,19 @@ def test_link_results_can_be_pickled_and_copied() -> None:
         assert type(back) is LinkResults
         assert back == outcome
         assert isinstance(back.error, RoleError)
+
+
+def test_messages_stay_short_whatever_was_handed_in() -> None:
+    """A wrong block table of a million entries is named, not repeated; and naming it holds the loop for no time."""
+    many: Any
+    started = time.perf_counter()
+    for many in ([0.5] * 10**6, dict.fromkeys(range(10**6)), "x" * 10**6, tuple(range(10**6)), np.zeros(10**6)):
+        for check in (
+            lambda value: check_blocks("src_blocks", value, 10),
+            lambda value: check_int("cache", value, 0, 1),
+            lambda value: CacheDesc(2, value, "uint8"),
+        ):
+            with pytest.raises(ParameterError) as caught:
+                check(many)
+            assert len(str(caught.value)) < 1000
+    assert time.perf_counter() - started < 5

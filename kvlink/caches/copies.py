@@ -10,7 +10,7 @@ from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
 from kvlink.caches.table import CacheEntry
 from kvlink.checks import check_blocks
-from kvlink.errors import MismatchError, ParameterError, ParameterTypeError
+from kvlink.errors import MismatchError, ParameterError, ParameterTypeError, shown
 from kvlink.geometry import Placement, TensorRun
 from kvlink.memory.copying import Copier, Copy
 from kvlink.memory.regions import LocalRegion
@@ -61,7 +61,7 @@ class LocalCopier:
         """See `KvCacheManager.copy_blocks`."""
         entry = self._store.own_entry(cache, "the cache")
         if not isinstance(copies, Mapping):
-            raise ParameterTypeError(f"copy_blocks takes a dict from block to list of blocks, got {copies!r}")
+            raise ParameterTypeError(f"copy_blocks takes a dict from block to list of blocks, got {shown(copies)}")
         num_blocks = entry.desc.num_slots
         sources: list[int] = []
         targets: list[int] = []
@@ -107,7 +107,7 @@ class LocalCopier:
                 f"{to.desc.placement.name}"
             )
         if not isinstance(src_to_dst, Mapping):
-            raise ParameterTypeError(f"swap_blocks takes a dict from block to block, got {src_to_dst!r}")
+            raise ParameterTypeError(f"swap_blocks takes a dict from block to block, got {shown(src_to_dst)}")
         _check_tensors(to, source)
         if source.desc.slot_nbytes != to.desc.slot_nbytes:
             raise MismatchError(

@@ -17,7 +17,7 @@ from kvlink.caches.kvcache import KvCache
 from kvlink.caches.leases import LeaseBook
 from kvlink.caches.table import CacheEntry, CacheTable
 from kvlink.config import ClusterConfig
-from kvlink.errors import CacheNotFoundError, ClosedError, OutOfMemoryError, ParameterError, ParameterTypeError
+from kvlink.errors import CacheNotFoundError, ClosedError, OutOfMemoryError, ParameterError, ParameterTypeError, shown
 from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun, join_tensors, tensor_at
 from kvlink.keys import KeyName
 from kvlink.memory.buffers import as_bytes
@@ -228,7 +228,7 @@ class CacheStore:
     def own_entry(self, cache: object, what: str) -> CacheEntry:
         """Return the record of a cache that a caller handed in as `what`; refuse one that is not ours or has ended."""
         if not isinstance(cache, KvCache):
-            raise ParameterTypeError(f"{what} must be a KvCache, got {cache!r}")
+            raise ParameterTypeError(f"{what} must be a KvCache, got {shown(cache)}")
         self.check_usable()
         if cache.store is not self:
             raise ParameterError(f"{what} {cache!r} belongs to another cluster")

@@ -17,6 +17,7 @@ from kvlink.errors import (
     RoleError,
     StatusCode,
     TransferTimeoutError,
+    shown,
 )
 from kvlink.geometry import Role, check_int
 from kvlink.links.events import LinkEventStream
@@ -256,13 +257,13 @@ class LinkCalls(ABC):
         if refusal is None and isinstance(clusters, Sequence):
             for info in clusters:
                 if not isinstance(info, ClusterInfo):
-                    return ParameterTypeError(f"{call} takes a list of ClusterInfo, got {info!r} in it")
+                    return ParameterTypeError(f"{call} takes a list of ClusterInfo, got {shown(info)} in it")
         return refusal
 
     def _refuse_list(self, call: str, clusters: object) -> KVLinkError | None:
         limit = self.config.max_clusters_per_call
         if not isinstance(clusters, (list, tuple)):
-            return ParameterTypeError(f"{call} takes a list, got {clusters!r}")
+            return ParameterTypeError(f"{call} takes a list, got {shown(clusters)}")
         if not clusters:
             return ParameterValueError(f"{call} takes at least one cluster")
         if len(clusters) > limit:

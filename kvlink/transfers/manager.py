@@ -15,7 +15,7 @@ from kvlink.caches.store import CacheStore
 from kvlink.caches.tickets import TicketBook
 from kvlink.checks import Blocks, check_layer_width, check_size
 from kvlink.config import ClusterConfig
-from kvlink.errors import KVLinkError, ParameterTypeError
+from kvlink.errors import KVLinkError, ParameterTypeError, shown
 from kvlink.geometry import Role, check_int
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex, check_pull_key
 from kvlink.links.notifications import check_payload, move_then_notify
@@ -425,4 +425,4 @@ def _owner_of(key: object) -> int:
         return key.peer
     if isinstance(key, (BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex)):
         return key.cluster_id
-    raise ParameterTypeError(f"the key must be a key, a token or a held ticket, got {key!r}")
+    raise ParameterTypeError(f"the key must be a key, a token or a held ticket, got {shown(key)}")
