@@ -24,6 +24,9 @@ _OFTEN: Final = (
 )
 """What runs over every transport, and a late one, each time: all kinds of pull, push and layer-wise push, and keys."""
 
+_IN_TIME: Final = ("test_two_configs_to_one_cluster",)
+"""What counts on one thing being done before another, or at once, which nobody promises of a late transport."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test its transports."""
@@ -32,7 +35,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     has_all = os.environ.get("KVLINK_STRESS") == "1"
     is_often = metafunc.function.__name__ in _OFTEN
     names = TRANSPORTS if has_all or is_often else TRANSPORTS[:1]
-    late = [f"{name} late" for name in (TRANSPORTS if has_all else TRANSPORTS[:1])] if has_all or is_often else []
+    is_in_time = metafunc.function.__name__ in _IN_TIME or metafunc.module.__name__.endswith("test_short_way")
+    may_be_late = (has_all or is_often) and not is_in_time
+    late = [f"{name} late" for name in (TRANSPORTS if has_all else TRANSPORTS[:1])] if may_be_late else []
     metafunc.parametrize("transport", [*names, *late], indirect=True)
 
 
