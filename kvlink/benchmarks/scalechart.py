@@ -12,7 +12,7 @@ from kvlink.benchmarks.measuring import Line
 _PANELS: Final = (
     ("LINKS", "links", "links of one cluster", {"link_cpu_ms": "ms of CPU to link", "first_pull_ms": "ms, first pull"}),
     ("LINKS", "links", "links of one cluster", {"rss_kib": "KiB each", "descriptors": "descriptors each"}),
-    ("LINKS", "links", "links of one cluster", {"pull_us": "us, a pull of 512 KiB", "idle_cpu_percent": "% idle CPU"}),
+    ("LINKS", "links", "links of one cluster", {"pull_us": "us, a pull of 128 KiB", "idle_cpu_percent": "% idle CPU"}),
     (
         "CACHES",
         "caches",

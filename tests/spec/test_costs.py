@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import pytest
 
 import kvlink as kv
 from kvlink.links.table import LinkTable
+from kvlink.memory import copying
 from kvlink.memory.copying import Copier
 from kvlink.memory.pool import Bytes
+from kvlink.transports import shm_endpoint
 from tests.spec.harness import D, P, Pair, cluster, linked_pair
 from tests.support.inside import link_to, num_memfd_mappings
 
@@ -145,3 +149,60 @@ async def test_a_large_mapping_is_taken_apart_in_the_background(monkeypatch: pyt
                 await anyio.lowlevel.checkpoint()
             assert evicted == expected
         assert num_memfd_mappings() == before
+
+
+@pytest.mark.parametrize("direction", ["pull", "push"])
+@pytest.mark.parametrize("num_blocks", [3, 40, 128])
+async def test_every_byte_is_copied_once(monkeypatch: pytest.MonkeyPatch, direction: str, num_blocks: int) -> None:
+    """A movement is one strided copy for each run of blocks, whatever the number of tensors, and copies each byte once:
+    the small way at once, in one numpy call each, and the large way in threads.
+    """
+    copied: list[tuple[int, int]] = []
+    copy_rows = copying.copy_rows
+
+    def note(*arguments: Any) -> None:
+        copied.append(arguments[-2:])
+        copy_rows(*arguments)
+
+    monkeypatch.setattr(copying, "copy_rows", note)
+    monkeypatch.setattr(shm_endpoint, "copy_rows", note)
+    desc = kv.CacheDesc(16, (256, 2048), "uint8")
+    async with linked_pair("shm", roles=MIXED, pool="9MiB") as pair:
+        theirs, own = pair.owner.allocate_blocks_cache(desc, KEY), pair.reader.allocate_blocks_cache(desc)
+        move = pair.reader.pull_blocks if direction == "pull" else pair.reader.push_blocks
+        scattered = [2 * block for block in range(num_blocks)]
+        for _ in range(2):  # the first time looks the cache up
+            copied.clear()
+            report = await move(KEY, own, scattered, scattered)
+            assert copied == [(2048, 16)] * num_blocks
+            assert report.num_extents == num_blocks
+            assert report.nbytes == sum(nbytes * rows for nbytes, rows in copied)
+        copied.clear()
+        in_one_piece = list(range(num_blocks))
+        report = await move(KEY, own, in_one_piece, in_one_piece)
+        assert report.num_extents == 1
+        assert {nbytes for nbytes, _ in copied} == {2048 * num_blocks}
+        assert sum(rows for _, rows in copied) == 16
+        assert theirs.is_valid
+
+
+@pytest.mark.parametrize("direction", ["pull", "push"])
+async def test_nothing_is_copied_to_another_place_first(direction: str) -> None:
+    """A movement of 8 MiB takes less than 256 KiB of memory while it goes on: no temporary, however large."""
+    desc = kv.CacheDesc(16, (256, 2048), "uint8")
+    async with linked_pair("shm", roles=MIXED, pool="9MiB") as pair:
+        theirs, own = pair.owner.allocate_blocks_cache(desc, KEY), pair.reader.allocate_blocks_cache(desc)
+        move = pair.reader.pull_blocks if direction == "pull" else pair.reader.push_blocks
+        order = np.random.default_rng(1).permutation(256)
+        await move(KEY, own, order[:1], order[:1])
+        tracemalloc.start()
+        try:
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            report = await move(KEY, own, order, order[::-1])
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert report.nbytes == 8 << 20
+        assert peak - before < 256 * 1024
+        assert theirs.is_valid
