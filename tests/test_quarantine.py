@@ -20,7 +20,8 @@ from kvlink.geometry import CacheGeometry
 from kvlink.links.grants import WriteGrants
 from kvlink.transfers.staging import stage
 from kvlink.transports.base import Capabilities
-from kvlink.transports.shm_endpoint import PidfdWatch, ShmEndpoint
+from kvlink.transports.pidfd import PidfdWatch
+from kvlink.transports.shm_endpoint import ShmEndpoint
 from kvlink.wire import CloseWrite, Found, Message, Target
 from tests.support import inside
 from tests.support.loops import asyncio_and_trio, eventually, every_loop

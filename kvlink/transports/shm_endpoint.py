@@ -20,6 +20,7 @@ from kvlink.memory.regions import STATE, LocalMemory
 from kvlink.memory.stateregion import order_memory
 from kvlink.plan import Extent, ExtentFields, regions_of, total_nbytes
 from kvlink.transports.base import Capabilities, Endpoint
+from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors, permit_tracing
 from kvlink.transports.shm_channel import Channel, SharedRegion
 from kvlink.wire import Share
@@ -32,30 +33,6 @@ _LARGE_NBYTES: Final = 16 * 1024 * 1024
 """Mappings of this size and more are not unmapped at once: 16 MiB take 1 ms."""
 
 _NO_WORDS: Final = memoryview(b"").cast("Q")
-
-
-class PidfdWatch:
-    """Waits on a pidfd of its own.
-
-    Args:
-        fd: owned from now on; None where the kernel has none to give.
-    """
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    async def wait(self) -> None:
-        """See `DeathWatch`."""
-        if self._fd is None:
-            await anyio.sleep_forever()
-        else:
-            await anyio.wait_readable(self._fd)
-
-    def close(self) -> None:
-        """See `DeathWatch`."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
 
 class ShmEndpoint(Endpoint):

@@ -16,7 +16,8 @@ import anyio
 
 from kvlink.transports import shm
 from kvlink.transports.base import Capabilities
-from kvlink.transports.shm_endpoint import PidfdWatch, ShmEndpoint
+from kvlink.transports.pidfd import PidfdWatch
+from kvlink.transports.shm_endpoint import ShmEndpoint
 from tests.support import actor
 
 _FOLDER: Final = os.environ["KVLINK_TEST_FOLDER"]

@@ -26,10 +26,12 @@ from kvlink.errors import (
     ProtocolError,
     TransportError,
 )
+from kvlink.memory.copying import complete
 from kvlink.memory.regions import STATE
 from kvlink.memory.stateregion import WORD_NBYTES
 from kvlink.plan import Extent, ExtentFields
 from kvlink.transports.base import Capabilities, Endpoint
+from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.cards import unpack_key
 from kvlink.transports.ucx.connection import WorkerEndpoint
@@ -52,30 +54,6 @@ class RemoteRegion(NamedTuple):
     address: int
     nbytes: int
     rkey: Any
-
-
-class PidfdWatch:
-    """Waits on a pidfd of its own; where there is none, for ever.
-
-    Args:
-        fd: owned from now on.
-    """
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-
-    async def wait(self) -> None:
-        """See `DeathWatch`."""
-        if self._fd is None:
-            await anyio.sleep_forever()
-        else:
-            await anyio.wait_readable(self._fd)
-
-    def close(self) -> None:
-        """See `DeathWatch`."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
 
 class UcxEndpoint(Endpoint):
@@ -137,10 +115,10 @@ class UcxEndpoint(Endpoint):
         return None
 
     async def get(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
-        await self._move(extents, nbytes, is_put=False)
+        await self._move(extents, nbytes, done, is_put=False)
 
     async def put(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
-        await self._move(extents, nbytes, is_put=True)
+        await self._move(extents, nbytes, None, is_put=True)  # what was not flushed may never be seen
 
     async def load_word(self, word: int) -> int:
         remote = self._remote.get(STATE)
@@ -261,7 +239,7 @@ class UcxEndpoint(Endpoint):
             self._give_up(status)
         return status == ucp.OK
 
-    async def _move(self, extents: Sequence[Extent], nbytes: int, *, is_put: bool) -> None:
+    async def _move(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None, *, is_put: bool) -> None:
         self._check_open()
         registry = self._services.registry
         local: list[int] = []
@@ -294,7 +272,13 @@ class UcxEndpoint(Endpoint):
             groups=groups,
             keep=keep,
         )
-        await self._run(transfer, nbytes, phase="transfer")
+        try:
+            await self._run(transfer, nbytes, phase="transfer")
+        except BaseException:
+            if done is not None and len(keep) == 1:  # one group: its requests are in the order of the extents
+                sizes = [extent.nbytes * extent.num_rows for extent in extents]
+                done += complete(sizes, [(0, transfer.done_nbytes)])
+            raise
 
     async def _run(self, transfer: Transfer, nbytes: int, *, phase: str) -> None:
         """Wait for a transfer; raise `LinkLostError` where it failed. When cancelled, drain it first."""

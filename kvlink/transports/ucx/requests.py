@@ -54,6 +54,7 @@ class Transfer:
     """
 
     __slots__ = (
+        "done_nbytes",
         "endpoint",
         "finish",
         "flush",
@@ -88,6 +89,7 @@ class Transfer:
         self.keep = keep
         self.finish: Callable[[], None] | None = None
         self.position = 0
+        self.done_nbytes = 0  # from the first request on, without a gap
         self.rows: deque[Row] = deque()
         self.flush: int | None = None
         self.status = ucp.OK

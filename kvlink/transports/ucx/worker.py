@@ -319,7 +319,9 @@ class Worker:
             row = rows.popleft()
             self._inflight_nbytes -= row.nbytes
             status = slots.give_back(row)
-            if status != ucp.OK and transfer.status == ucp.OK:
+            if status == ucp.OK and transfer.status == ucp.OK:
+                transfer.done_nbytes += row.nbytes
+            elif transfer.status == ucp.OK:
                 transfer.status = status
                 endpoint.failure = endpoint.failure or status
         if transfer.status != ucp.OK:
