@@ -186,23 +186,24 @@ async def test_every_byte_is_copied_once(monkeypatch: pytest.MonkeyPatch, direct
         assert theirs.is_valid
 
 
+@pytest.mark.parametrize("is_scattered", [True, False])
 @pytest.mark.parametrize("direction", ["pull", "push"])
-async def test_nothing_is_copied_to_another_place_first(direction: str) -> None:
-    """A movement of 8 MiB takes less than 256 KiB of memory while it goes on: no temporary, however large."""
+async def test_nothing_is_copied_to_another_place_first(direction: str, is_scattered: bool) -> None:
+    """A movement of 4 or 8 MiB takes less than 256 KiB of memory while it goes on: no temporary, however large."""
     desc = kv.CacheDesc(16, (256, 2048), "uint8")
     async with linked_pair("shm", roles=MIXED, pool="9MiB") as pair:
         theirs, own = pair.owner.allocate_blocks_cache(desc, KEY), pair.reader.allocate_blocks_cache(desc)
         move = pair.reader.pull_blocks if direction == "pull" else pair.reader.push_blocks
-        order = np.random.default_rng(1).permutation(256)
+        order = np.random.default_rng(1).permutation(256) if is_scattered else np.arange(128)
         await move(KEY, own, order[:1], order[:1])
         tracemalloc.start()
         try:
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
-            report = await move(KEY, own, order, order[::-1])
+            report = await move(KEY, own, order, order[::-1] if is_scattered else order)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert report.nbytes == 8 << 20
+        assert report.nbytes == len(order) * 16 * 2048
         assert peak - before < 256 * 1024
         assert theirs.is_valid
