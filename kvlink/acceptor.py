@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import anyio
-from anyio.abc import Listener, TaskGroup
+from anyio.abc import Listener, SocketListener, TaskGroup
+
+from kvlink.loops import until_readable
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +29,9 @@ class Acceptor:
         tasks: parent of all these tasks.
     """
 
-    def __init__(self, listener: Listener[Any], serve: Callable[[Any], Awaitable[None]], tasks: TaskGroup) -> None:
+    def __init__(
+        self, listener: Listener[Any], serve: Callable[[Any], Coroutine[Any, Any, None]], tasks: TaskGroup
+    ) -> None:
         self._listener = listener
         self._serve = serve
         self._tasks = tasks
@@ -49,6 +53,8 @@ class Acceptor:
             with self._scope:
                 while True:
                     try:
+                        if isinstance(self._listener, SocketListener):
+                            await self._serve_socket(self._listener)
                         await self._listener.serve(self._serve, self._tasks)
                     except Exception as exc:  # out of descriptors or memory, alone or in a group: it passes
                         _log.warning("cannot accept connections for now: %r", exc)
@@ -57,6 +63,12 @@ class Acceptor:
             with anyio.CancelScope(shield=True), suppress(OSError):
                 await self._listener.aclose()
             self._ended.set()
+
+    async def _serve_socket(self, listener: SocketListener) -> None:
+        """As its own `serve`, but that an accept on a Unix socket is never cancelled while it waits; see `loops`."""
+        while True:
+            await until_readable(listener)
+            self._tasks.start_soon(self._serve, await listener.accept())
 
 
 class Complaints:

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-from anyio.abc import ByteSendStream, SocketAttribute, UNIXSocketStream
+from anyio.abc import ByteSendStream, SocketAttribute, SocketListener, UNIXSocketStream
 
 CallSoon = Callable[[Callable[[], Any]], Any]
 
@@ -25,12 +25,15 @@ def current_call_soon() -> CallSoon:
 
 
 async def until_readable(stream: object) -> None:
-    """Return when `stream` has something to read, if it is a Unix socket; for any other, at once.
+    """Return when `stream` has something to read, or to accept, if it is a Unix socket; for any other, at once.
 
-    To be awaited before its ``receive``, which then need not wait. When that waits on asyncio and is cancelled in the
-    same turn of the loop in which bytes arrive, the loop reports an `InvalidStateError` on the user's standard error.
+    To be awaited before its ``receive`` or ``accept``, which then need not wait. When that waits on asyncio and is
+    cancelled in the same turn of the loop in which bytes arrive, the loop reports an `InvalidStateError` on the user's
+    standard error.
     """
-    if isinstance(stream, UNIXSocketStream):
+    if isinstance(stream, UNIXSocketStream) or (
+        isinstance(stream, SocketListener) and stream.extra(SocketAttribute.family) == socket.AF_UNIX
+    ):
         raw = stream.extra(SocketAttribute.raw_socket)
         if raw.fileno() >= 0:  # else `receive` says that it is closed
             await anyio.wait_readable(raw)

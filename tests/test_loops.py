@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ import anyio.lowlevel
 import pytest
 from anyio.abc import SocketAttribute, UNIXSocketStream
 
+from kvlink.acceptor import Acceptor
 from kvlink.loops import send_all, until_readable
 from tests.support.loops import asyncio_and_uvloop, every_loop
 
@@ -95,6 +97,30 @@ async def test_a_write_that_is_cancelled_as_there_is_room(tmp_path: Path) -> Non
         await anyio.lowlevel.checkpoint()
 
     await connected(tmp_path, use)
+    assert complaints == []
+
+
+@asyncio_and_uvloop
+async def test_an_acceptor_that_is_closed_as_somebody_connects(tmp_path: Path) -> None:
+    """As for reads: it makes no noise, in whichever order the two happen within one turn."""
+    complaints: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+
+    async def hang_up(stream: Any) -> None:
+        await stream.aclose()
+
+    async with anyio.create_task_group() as tasks:
+        for num_turns in range(5):
+            path = tmp_path / str(num_turns)
+            acceptor = Acceptor(await anyio.create_unix_listener(path), hang_up, tasks)
+            await anyio.sleep(0.002)
+            with socket.socket(socket.AF_UNIX) as caller:
+                caller.connect(str(path))
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                acceptor.abort()
+                await anyio.sleep(0.002)
+            await acceptor.aclose()
     assert complaints == []
 
 
