@@ -17,9 +17,10 @@ lease does, and no longer. A writer cannot be undone by looking afterwards, so a
 lease on its blocks, which outlives the ticket when it must: until the writer has given it back, or is known to be dead,
 the blocks are not quiet and their memory is not reused. The outcome does not wait for that; `Ticket.quiet` does.
 
-Renewal: a held ticket costs no messages. Its lease is renewed by whatever is heard on the holder's link, and links that
-live are never silent for longer than half the liveness limit. Only a holder that is silent for longer than the
-lease and that limit loses its tickets while its link stands: a stopped process must not keep memory for ever.
+Renewal: a held ticket costs no messages of its own. Whatever is heard on the holder's link renews all tickets that it
+holds, and a holder that has said nothing for a quarter of its limit (the lease, or the liveness limit where that is
+longer) is asked once, for all of them. Only one that stays silent for the other three quarters loses its tickets while
+its link stands: a busy process answers late, and a stopped one must not keep memory for ever.
 
 Many tickets may be given for reading a block, or one for filling it, until that one is quiet (`BlockUse`).
 
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 import heapq
 import hmac
+import math
 import secrets
 from collections import OrderedDict
 from typing import Final, Protocol
@@ -50,8 +52,10 @@ from kvlink.wire import Claim, EndTicket, Filled, Found, Message, Ping, Recall
 
 _MAX_REMEMBERED: Final = 4096
 """Ended tickets whose end a late claim is told; older ones are only "unknown"."""
-_PROBE_S: Final = 0.5
-"""How long a silent holder has to answer before its tickets are taken back; also covers a stall of our own loop."""
+_ASK_AFTER: Final = 0.25
+"""Part of its limit that a holder may be silent before it is asked for a sign of life; it has the rest to answer."""
+_DEAF_S: Final = 0.1
+"""A stall of our own loop that is longer than this is no silence of theirs."""
 MAX_CAUSE: Final = 1000
 
 
@@ -176,7 +180,9 @@ class TicketBook:
         self._due: list[tuple[float, int]] = []
         self._claims: dict[int, Ticket] = {}
         self._used: dict[CacheEntry, BlockUse] = {}
-        self._probed: dict[Holder, tuple[float, float]] = {}  # what was last heard, and how long an answer may take
+        self._probed: dict[
+            Holder, tuple[float, float]
+        ] = {}  # when it was last heard before it was asked, and when that was
         self._sooner = anyio.Event()
         self._is_closed = False
         self._next = 1
@@ -232,7 +238,7 @@ class TicketBook:
             self._let_write(ticket, holder)
         ticket.claim = ticket.lease or self._store.leases.new_number()
         self._claims[ticket.claim] = ticket
-        self._remind(ticket, self._silent_at(ticket))
+        self._remind(ticket, holder.heard_at + self._limit_s(ticket) * _ASK_AFTER)
         return ticket
 
     def give_back(self, holder: Holder, claim: int) -> None:
@@ -313,16 +319,8 @@ class TicketBook:
                     self._remind(ticket, ticket.expires_at)
                 else:
                     self.end(ticket, TicketEnding.EXPIRED, f"nobody claimed it within {ticket.lease_s} s")
-            elif self._silent_at(ticket) > now:
-                self._remind(ticket, self._silent_at(ticket))
-            elif holder not in self._probed or self._probed[holder][0] != holder.heard_at:
-                self._probed[holder] = holder.heard_at, now + _PROBE_S
-                holder.post(Ping(0))
-                self._remind(ticket, now + _PROBE_S)
-            elif now < self._probed[holder][1]:  # for another ticket of the same holder
-                self._remind(ticket, self._probed[holder][1])
             else:
-                self.end(ticket, TicketEnding.PEER_LOST, f"nothing was heard from cluster {holder.peer} any more")
+                self._look_at(ticket, holder, now)
         if not self._live:
             self._due.clear()
         elif len(self._due) > 2 * len(self._live) + 64:  # most of them have ended long ago
@@ -332,10 +330,15 @@ class TicketBook:
 
     async def keep_time(self) -> None:
         """Call `expire` whenever there is something to end; sleeps while there are no tickets. Never returns."""
+        due: float | None = None
         while True:
+            now = anyio.current_time()
+            if due is not None and now - due > _DEAF_S:  # answers may have come that nobody has read
+                late_s = now - due
+                self._probed = {holder: (heard, asked + late_s) for holder, (heard, asked) in self._probed.items()}
             self._sooner = anyio.Event()
-            due = self.expire(anyio.current_time())
-            with anyio.CancelScope(deadline=float("inf") if due is None else due):
+            due = self.expire(now)
+            with anyio.CancelScope(deadline=math.inf if due is None else due):
                 await self._sooner.wait()
 
     @property
@@ -343,10 +346,27 @@ class TicketBook:
         """Tickets given that have not ended."""
         return len(self._live)
 
-    def _silent_at(self, ticket: Ticket) -> float:
-        """Return when the holder of `ticket` will have been silent for too long."""
-        assert ticket.holder is not None
-        return ticket.holder.heard_at + max(ticket.lease_s, self._liveness_s)
+    def _limit_s(self, ticket: Ticket) -> float:
+        """Return how long the holder of `ticket` may be silent."""
+        return max(ticket.lease_s, self._liveness_s)
+
+    def _look_at(self, ticket: Ticket, holder: Holder, now: float) -> None:
+        """Ask a silent holder for a sign of life, and end the ticket of one that was asked and gave none."""
+        limit_s = self._limit_s(ticket)
+        heard_at, asked_at = self._probed.get(holder, (0.0, 0.0))
+        if heard_at != holder.heard_at:
+            ask_at = holder.heard_at + limit_s * _ASK_AFTER
+            if ask_at > now:
+                self._remind(ticket, ask_at)
+                return
+            self._probed[holder] = holder.heard_at, now
+            holder.post(Ping(0))
+            asked_at = now
+        end_at = asked_at + limit_s * (1 - _ASK_AFTER)
+        if end_at > now:
+            self._remind(ticket, end_at)
+        else:
+            self.end(ticket, TicketEnding.PEER_LOST, f"nothing was heard from cluster {holder.peer} any more")
 
     def _let_write(self, ticket: Ticket, holder: Holder) -> None:
         """Give the holder a write lease on the ticket's blocks."""

@@ -869,12 +869,23 @@ async def test_stopped_holder(transport: str) -> None:
         stage.process().stop()
         for ticket in (reading, filling):
             assert (await ticket.outcome(timeout_s=5)).kind is End.PEER_LOST
-        assert 0.2 < time.perf_counter() - started < 1.3
+        assert time.perf_counter() - started < 1.3
         assert not cache.is_quiet([2])
         assert cache.is_quiet([1])
         stage.process().kill()
         await filling.quiet(timeout_s=5)
         assert cache.is_quiet()
+
+
+async def test_busy_holder(transport: str) -> None:
+    """A holder whose loop is held up again and again for most of the limit keeps its tickets, past their leases."""
+    async with owner_in_child(transport, liveness_s=1.0) as stage:
+        cache = stage.reader.allocate_blocks_cache(DESC)
+        ticket = stage.reader.offer_blocks(cache, [1], lease_s=0.2)
+        await stage.owner.call("hold", token=ticket.token.decode())
+        for _ in range(4):
+            await stage.owner.call("block_loop", seconds=0.6)
+        assert ticket.is_live
 
 
 async def test_hundreds_of_held_tickets_cost_nothing(transport: str) -> None:
