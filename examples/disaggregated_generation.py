@@ -4,7 +4,7 @@ P (role PROMPT) prefills every prompt into blocks of its cache and hands over th
 into other blocks of its own and decodes greedily from there. D gets no logits: for its first token it runs the prompt's
 last one again, as serving engines do. Meanwhile P answers alone, in plain numpy arrays: the tokens must be the same.
 ``--zero-one-block`` is the control run: D wipes one of the blocks that it pulled, and that answer alone must change.
-Settings come from the environment: ``KVLINK_TRANSPORTS=ucx`` moves the blocks over UCX instead of shared memory.
+With ``KVLINK_TRANSPORTS=ucx`` in the environment the blocks move over UCX instead of shared memory.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from two_processes import receive, run_both
 import kvlink as kv
 
 NUM_BLOCKS, TOKENS_PER_BLOCK, LIMIT = 32, 16, 32
-KEY, SETTINGS = kv.BlocksCacheKey(1), kv.ClusterConfig.from_environ()
+KEY = kv.BlocksCacheKey(1)
 WIPED_PROMPT, WIPED_BLOCK = 3, 3  # the control run's: the block that says when the lighthouse was built
 
 
@@ -31,7 +31,7 @@ async def read_prompts(pipe: Connection) -> int:
     desc = kv.CacheDesc(model.config.num_tensors, model.config.cache_shape(NUM_BLOCKS, TOKENS_PER_BLOCK), "float32")
     prompts = [prompt.token_ids(tokenizer) for prompt in smollm2.PROMPTS]
     free = list(range(NUM_BLOCKS))
-    async with kv.Cluster(cluster_id=1, role=kv.Role.PROMPT, pool="32MiB", config=SETTINGS) as cluster:
+    async with kv.Cluster(cluster_id=1, role=kv.Role.PROMPT, listen="127.0.0.1:0", pool="32MiB") as cluster:
         cache = cluster.kv_cache_manager.allocate_blocks_cache(desc, KEY)
         pipe.send(cluster.address)
         for token_ids in prompts:
@@ -49,7 +49,7 @@ async def write_answers(pipe: Connection, *, wipe: bool) -> int:
     model, tokenizer = await to_thread.run_sync(smollm2.load)
     desc = kv.CacheDesc(model.config.num_tensors, model.config.cache_shape(NUM_BLOCKS, TOKENS_PER_BLOCK), "float32")
     free, answers, reports = list(range(NUM_BLOCKS)), [], []
-    async with kv.Cluster(cluster_id=2, role=kv.Role.DECODER, pool="32MiB", config=SETTINGS) as cluster:
+    async with kv.Cluster(cluster_id=2, role=kv.Role.DECODER, pool="32MiB") as cluster:
         cache = cluster.kv_cache_manager.allocate_blocks_cache(desc)
         peer = kv.ClusterInfo(cluster_id=1, address=await receive(pipe))
         (await cluster.link_clusters([peer], timeout_s=10)).raise_for_status()

@@ -58,7 +58,7 @@ class Cluster(LinkCalls):
         listen: ``"host:port"`` (port 0: any free one), ``"[v6]:port"`` or ``"unix:/path"``. None: loopback and any free
             port for PROMPT and MIX, nowhere for DECODER.
         host_pool: size of a second pool for caches of placement HOST; None for no such pool.
-        config: everything else.
+        config: everything else; None for `ClusterConfig.from_environ`: the defaults, but for ``KVLINK_`` variables.
         wrap_transport: puts something of the caller's between the cluster and each of its transports, for tests (see
             `kvlink.testing`). Not a setting, because it is code.
 
@@ -84,7 +84,7 @@ class Cluster(LinkCalls):
             raise ParameterTypeError(f"role must be a Role, got {role!r}")
         if config is not None and not isinstance(config, ClusterConfig):
             raise ParameterTypeError(f"config must be a ClusterConfig, got {config!r}")
-        self.config = config or ClusterConfig()
+        self.config = ClusterConfig.from_environ() if config is None else config
         self._role = role
         self._pool_nbytes = parse_nbytes(pool, "pool")
         self._host_pool_nbytes = 0 if host_pool is None else parse_nbytes(host_pool, "host_pool")

@@ -98,6 +98,16 @@ async def test_a_dial_that_fails_in_an_unforeseen_way_ends_alone(
     assert "a bug" in caplog.text
 
 
+async def test_a_cluster_without_settings_takes_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``KVLINK_`` variables count where no `ClusterConfig` is given, and nowhere else."""
+    monkeypatch.setenv("KVLINK_LIVENESS_S", "77")
+    assert cluster(1).config.liveness_s == 77
+    assert kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="1MiB", config=kv.ClusterConfig()).config.liveness_s == 5
+    monkeypatch.setenv("KVLINK_LIVENESS_S", "soon")
+    with pytest.raises(kv.ParameterValueError, match="KVLINK_LIVENESS_S"):
+        cluster(1)
+
+
 async def test_check_link_status_takes_ids_and_nothing_else() -> None:
     """One id or a list of them; whatever else it is given is a `ParameterTypeError`."""
     async with cluster(1) as here:
