@@ -883,8 +883,10 @@ async def test_busy_holder(transport: str) -> None:
         cache = stage.reader.allocate_blocks_cache(DESC)
         ticket = stage.reader.offer_blocks(cache, [1], lease_s=0.2)
         await stage.owner.call("hold", token=ticket.token.decode())
-        for _ in range(4):
-            await stage.owner.call("block_loop", seconds=0.6)
+        for seconds in (0.8, 0.75):
+            await stage.owner.call("block_loop", seconds=seconds)
+            assert ticket.is_live
+        await anyio.sleep(0.3)  # past what it would have had without an answer
         assert ticket.is_live
 
 
