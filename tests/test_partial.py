@@ -227,6 +227,18 @@ async def test_every_failure_has_a_report(call: str) -> None:
         check_partition(unlinked.value.report, request)
 
 
+async def test_prepared_movements_report_too() -> None:
+    """A prepared pull or push that fails reports as the call that it stands for."""
+    async with scene() as s:
+        pulling = await s.manager.prepare_pull(kv.BlocksCacheKey(1), s.cache)
+        pushing = await s.manager.prepare_push(kv.BlocksCacheKey(1), s.cache)
+        s.owner.kv_cache_manager.deallocate_cache(s.source)
+        for move in (pulling.pull, pushing.push):
+            with pytest.raises(kv.CacheNotFoundError) as caught:
+                await move([0, 1], [5, 3])
+            assert check_partition(caught.value.report, [5, 3]).done == ()
+
+
 async def test_arguments_that_are_refused_have_no_report() -> None:
     """A request that makes no sense has no blocks to report on."""
     async with scene() as s:

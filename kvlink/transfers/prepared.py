@@ -19,9 +19,10 @@ from __future__ import annotations
 from kvlink.caches.bookkeeping import READERS, CacheBookkeeping
 from kvlink.caches.kvcache import KvCache
 from kvlink.checks import Blocks, check_layer_width
-from kvlink.errors import ParameterTypeError
+from kvlink.errors import KVLinkError, ParameterTypeError
 from kvlink.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvlink.report import TransferReport
+from kvlink.transfers.partial import raise_reported
 from kvlink.transfers.pulls import Puller, place_of_pull
 from kvlink.transfers.pushes import Pusher, place_of_push
 
@@ -67,20 +68,23 @@ class PreparedPull:
         """
         manager = self._manager
         manager._check_role("pull", READERS)
-        if timeout_s is None:
-            report = manager._puller.pull_at_once(self.key, self.cache, src_blocks, dst_blocks, self._place)
-            if report is not None:
-                return report
-        return await manager._puller.pull_blocks(
-            self.key,
-            self.cache,
-            src_blocks,
-            dst_blocks,
-            src_layer_range=self._src_layer_range,
-            dst_layer_range=self._dst_layer_range,
-            tensor_num_per_layer=self._width,
-            timeout_s=manager._timeout_s(timeout_s),
-        )
+        try:
+            if timeout_s is None:
+                report = manager._puller.pull_at_once(self.key, self.cache, src_blocks, dst_blocks, self._place)
+                if report is not None:
+                    return report
+            return await manager._puller.pull_blocks(
+                self.key,
+                self.cache,
+                src_blocks,
+                dst_blocks,
+                src_layer_range=self._src_layer_range,
+                dst_layer_range=self._dst_layer_range,
+                tensor_num_per_layer=self._width,
+                timeout_s=manager._timeout_s(timeout_s),
+            )
+        except KVLinkError as exc:
+            raise_reported(exc, self.cache, dst_blocks, dst_blocks)
 
     def __repr__(self) -> str:
         return f"<PreparedPull of {self.key} into {self.cache!r}>"
@@ -124,20 +128,23 @@ class PreparedPush:
         Ownership and cancellation: as for `KvCacheManager.push_blocks`.
         """
         manager = self._manager
-        if timeout_s is None:
-            report = manager._pusher.push_at_once(self.key, self.cache, src_blocks, dst_blocks, self._place)
-            if report is not None:
-                return report
-        return await manager._pusher.push_blocks(
-            self.key,
-            self.cache,
-            src_blocks,
-            dst_blocks,
-            src_layer_range=self._src_layer_range,
-            dst_layer_range=self._dst_layer_range,
-            tensor_num_per_layer=self._width,
-            timeout_s=manager._timeout_s(timeout_s),
-        )
+        try:
+            if timeout_s is None:
+                report = manager._pusher.push_at_once(self.key, self.cache, src_blocks, dst_blocks, self._place)
+                if report is not None:
+                    return report
+            return await manager._pusher.push_blocks(
+                self.key,
+                self.cache,
+                src_blocks,
+                dst_blocks,
+                src_layer_range=self._src_layer_range,
+                dst_layer_range=self._dst_layer_range,
+                tensor_num_per_layer=self._width,
+                timeout_s=manager._timeout_s(timeout_s),
+            )
+        except KVLinkError as exc:
+            raise_reported(exc, self.cache, src_blocks, dst_blocks)
 
     def __repr__(self) -> str:
         return f"<PreparedPush of {self.cache!r} into {self.key}>"
