@@ -9,6 +9,7 @@ import asyncio
 import gc
 import logging
 import math
+import subprocess
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from kvlink.errors import ClosedError
 from kvlink.memory import copying
-from kvlink.memory.copying import Copier, Copy, copy_now, copy_rows, cut
+from kvlink.memory.copying import Copier, Copy, copy_now, copy_rows, cut, streaming_nbytes
 from kvlink.memory.pool import Bytes, Segment
 
 BACKENDS: Final = ("asyncio", "uvloop", "trio")
@@ -267,6 +268,18 @@ def test_a_long_row_goes_in_long_pieces_while_nobody_waits() -> None:
         assert [part.nbytes for (part,) in pieces] == expected
     (small,) = cut([Copy(memory, 0, 0, memory, 1000, 0, 80, 1)], 100, stream_nbytes=50)
     assert len(small) == 1
+
+
+def test_long_pieces_are_as_long_as_the_c_library_wants() -> None:
+    """The length is three quarters of the last cache, as ``getconf`` knows it, and 0 where that is unknown or large."""
+    try:
+        said = subprocess.run(["getconf", "LEVEL3_CACHE_SIZE"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no getconf of glibc here")
+    if not said.strip().isdigit() or int(said) == 0:
+        pytest.skip("the size of the last cache is not known here")
+    length = -(-(int(said) * 3 // 4) // 4096) * 4096
+    assert streaming_nbytes() == (length if length <= 256 << 20 else 0)
 
 
 async def test_long_pieces_are_for_a_job_that_is_alone() -> None:
