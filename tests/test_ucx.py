@@ -18,7 +18,7 @@ from kvlink.transports.ucx.cards import Card, Host, pack_card, pack_key, unpack_
 from kvlink.wire import Hello, Ready, Share
 from tests.support import inside
 from tests.support.actor import config_of
-from tests.support.loops import asyncio_and_trio, asyncio_and_uvloop, eventually, every_loop
+from tests.support.loops import asyncio_and_trio, asyncio_and_uvloop, eventually
 from tests.support.pair import RUBBISH, Pair, pair
 from tests.support.pattern import fill, rows
 from tests.support.peer import spawn_peer
@@ -107,7 +107,7 @@ async def test_a_killed_owner_is_a_lost_link_within_two_seconds() -> None:
         assert p.cache.is_quiet()
 
 
-@every_loop
+@asyncio_and_trio
 async def test_a_cancelled_pull_is_quiet() -> None:
     """When a cancelled pull has ended nothing is written any more, and the link serves the next one."""
     async with ucx_pair(BIG, IN_SMALL_PIECES) as p:

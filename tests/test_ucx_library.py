@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import subprocess
 import sys
@@ -30,11 +32,43 @@ def run(program: str) -> Any:
     return json.loads(done.stdout)
 
 
+@functools.cache
+def fresh_look() -> dict[str, Any]:
+    """Load UCX in a fresh process, then look at it, and ask for a second copy."""
+    found: dict[str, Any] = run(
+        """
+import os
+
+def caught():
+    with open("/proc/self/status") as status:
+        mask = next(line for line in status if line.startswith("SigCgt")).split()[1]
+    return int(mask, 16) & 0xFFFFFFFF
+
+before = caught()
+first = library.load()
+after = caught()
+folder, name = first.path.rsplit("/", 1)
+other = next(p for p in (f"{folder}/libucp.so", f"{folder}/libucp.so.0", "/nowhere/libucp.so")
+             if os.path.realpath(p) != os.path.realpath(first.path))
+try:
+    library.load(other)
+    refusal = ""
+except library.FeatureNotEnabledError as exc:
+    refusal = str(exc)
+r = library.probe()
+print(json.dumps({
+    "signals": [before, after], "refusal": refusal, "copies": library._mapped_copies(),
+    "report": [r.problem, r.version, r.path, r.configure_line, r.devices],
+}))
+"""
+    )
+    return found
+
+
 def test_probe_finds_ucx_and_says_what_it_can_do() -> None:
     """The report has the version, the file, how it was built and the devices, with nothing printed by UCX."""
     need_ucx()
-    found = run("r = library.probe(); print(json.dumps([r.problem, r.version, r.path, r.configure_line, r.devices]))")
-    problem, version, path, configure_line, devices = found
+    problem, version, path, configure_line, devices = fresh_look()["report"]
     assert problem == ""
     assert version.count(".") == 2
     assert Path(path).exists()
@@ -45,21 +79,15 @@ def test_probe_finds_ucx_and_says_what_it_can_do() -> None:
 def test_a_second_copy_is_never_loaded() -> None:
     """Asking for another file after one is in use is refused with both paths, and the process keeps one copy."""
     need_ucx()
-    message, copies = run(
-        """
-first = library.load()
-folder, name = first.path.rsplit("/", 1)
-import os
-other = next(p for p in (f"{folder}/libucp.so", f"{folder}/libucp.so.0", "/nowhere/libucp.so")
-             if os.path.realpath(p) != os.path.realpath(first.path))
-try:
-    library.load(other)
-except library.FeatureNotEnabledError as exc:
-    print(json.dumps([str(exc), library._mapped_copies()]))
-"""
-    )
-    assert "a second one" in message
-    assert len(copies) == 1
+    assert "a second one" in fresh_look()["refusal"]
+    assert len(fresh_look()["copies"]) == 1
+
+
+def test_loading_takes_no_signals() -> None:
+    """UCX takes signals for itself when it is loaded; kvlink gives them back."""
+    need_ucx()
+    before, after = fresh_look()["signals"]
+    assert before == after
 
 
 def test_a_library_that_is_in_the_process_is_used() -> None:
@@ -82,45 +110,30 @@ print(json.dumps([library.load().origin, _mapped_copies()]))
     assert len(copies) == 1
 
 
-def test_loading_takes_no_signals() -> None:
-    """UCX takes signals for itself when it is loaded; kvlink gives them back."""
-    need_ucx()
-    before, after = run(
+def test_what_is_missing_is_named() -> None:
+    """Without cffi or a libucp, or with a wrong path, the report says which, and the command that installs it."""
+    reports = run(
         """
-def caught():
-    with open("/proc/self/status") as status:
-        mask = next(line for line in status if line.startswith("SigCgt")).split()[1]
-    return int(mask, 16) & 0xFFFFFFFF
-before = caught()
-library.load()
-print(json.dumps([before, caught()]))
-"""
-    )
-    assert before == after
-
-
-@pytest.mark.parametrize("module", ["cffi", "libucx"])
-def test_without_ucx_the_report_says_what_to_install(module: str) -> None:
-    """Where cffi, or any libucp, is missing, the report names it and the command that installs it."""
-    problem, remedy = run(
-        f"""
 import importlib.util
 find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == {module!r} else find_spec(name, *rest)
-library.SONAME = "libucp-of-nowhere.so.0"
-report = library.probe()
-print(json.dumps([report.problem, report.remedy]))
+reports = {}
+for name in ("cffi", "libucx"):
+    importlib.util.find_spec = lambda wanted, *rest: None if wanted == name else find_spec(wanted, *rest)
+    library.SONAME = "libucp-of-nowhere.so.0"
+    report = library.probe()
+    reports[name] = [report.problem, report.remedy]
+importlib.util.find_spec = find_spec
+report = library.probe("/nowhere/libucp.so")
+reports["path"] = [report.problem, report.remedy]
+print(json.dumps(reports))
 """
     )
-    assert ("cffi" if module == "cffi" else "UCX") in problem
-    assert "pip install" in problem
-    assert "pip install" in remedy
-
-
-def test_a_path_that_is_no_libucp_is_named() -> None:
-    """A wrong path is an error that names it."""
-    problem = run("print(json.dumps(library.probe('/nowhere/libucp.so').problem))")
-    assert "cffi" in problem or "/nowhere/libucp.so" in problem
+    has_cffi = importlib.util.find_spec("cffi") is not None
+    for name, word in (("cffi", "cffi"), ("libucx", "no libucp"), ("path", "/nowhere/libucp.so")):
+        problem, remedy = reports[name]
+        assert word in problem or not has_cffi
+        assert "pip install" in problem
+        assert "pip install" in remedy
 
 
 def test_rdma_devices_are_those_of_the_kernel(tmp_path: Path) -> None:
