@@ -15,7 +15,6 @@ import pytest
 import kvlink as kv
 from kvlink.testing import Faults, FaultyTransport
 from tests.support.inside import link_to
-from tests.support.loops import asyncio_and_trio
 
 DESC: Final = kv.CacheDesc(4, (8, 1024), "uint8")
 KEY: Final = kv.BlocksCacheKey(1)
@@ -223,7 +222,6 @@ CASES: Final = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@asyncio_and_trio
 async def test_an_error_says_who_when_what_and_what_next(name: str) -> None:
     """Peer, phase and text of each error are what the table says."""
     case = CASES[name]
