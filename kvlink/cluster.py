@@ -49,7 +49,8 @@ class Cluster(LinkCalls):
 
     An async context manager: the pool is reserved and the listener opened on entry, everything is given back on exit.
     Several may live in one process. All methods belong to the event loop that entered it, and are refused in other
-    threads; the properties may be read anywhere.
+    threads; the properties may be read anywhere. Enter and leave it in one task, and several in reverse order, as
+    nested ``async with`` does.
 
     Args:
         cluster_id: unique among all that will ever link together, below 2**64.

@@ -190,7 +190,7 @@ async def test_a_cut_that_no_interface_reports(hosts: tuple[FarHost, FarHost], c
             with pytest.raises(kv.LinkLostError) as caught:
                 await asked.result()
             assert time.monotonic() - started < NOTICED_S
-            assert caught.value.peer == 1
+            assert (caught.value.peer, caught.value.phase) == (1, "look-up")
             await lost(owner)
             cable.mend()
             await until(lambda: puller.call("links"), lambda links: [entry["state"] for entry in links] == ["open"])

@@ -207,7 +207,7 @@ class Link:
             KVLinkError: the peer's answer is an error, of the class that belongs to its status.
         """
         if self.state is LinkState.CLOSED:
-            raise self.gone()
+            raise self.gone("look-up")
         return await self.answer(self.pose(question))
 
     def pose(self, question: Callable[[int], Message]) -> Question:
@@ -238,7 +238,7 @@ class Link:
             self.give_up(posed)
         answer = posed.answer
         if answer is None:
-            raise self.gone()
+            raise self.gone("look-up")
         if isinstance(answer, Failed):
             raise error_for(answer.status, f"cluster {self.peer}: {answer.text}", peer=self.peer, phase="look-up")
         return answer
@@ -331,12 +331,12 @@ class Link:
         if self.state is LinkState.CLOSED:
             raise self.gone()
 
-    def gone(self) -> KVLinkError:
-        """Return the error for whoever uses this link now that it has ended."""
+    def gone(self, phase: str | None = None) -> KVLinkError:
+        """Return the error for whoever uses this link, in that phase of its doing, now that it has ended."""
         error = self.error
         if isinstance(error, LinkLostError):
-            return LinkLostError(str(error), peer=self.peer, phase=error.phase)
-        return NotLinkedError(f"the link to cluster {self.peer} has ended; link again", peer=self.peer)
+            return LinkLostError(str(error), peer=self.peer, phase=error.phase or phase)
+        return NotLinkedError(f"the link to cluster {self.peer} has ended; link again", peer=self.peer, phase=phase)
 
     async def _read(self) -> KVLinkError:
         """Take messages until there are no more; return why."""
