@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from tests.support import inside
 from tests.support.actor import config_of
 from tests.support.loops import asyncio_and_trio, asyncio_and_uvloop, eventually
 from tests.support.pair import RUBBISH, Pair, pair
-from tests.support.pattern import fill, rows
+from tests.support.pattern import expect, fill, rows
 from tests.support.peer import spawn_peer
 from tests.support.stranger import Stranger, hello
 from tests.support.ucx import need_ucx
@@ -122,6 +123,47 @@ async def test_a_cancelled_pull_is_quiet() -> None:
             assert np.array_equal(before, np.stack([rows(tensor) for tensor in p.cache.tensors]))
         await p.pull()
         p.expect_all()
+
+
+async def test_a_deadline_in_the_middle_says_which_blocks_are_whole() -> None:
+    """What had landed by the deadline is in the report, and is right to the last byte."""
+    async with ucx_pair(BIG, IN_SMALL_PIECES) as p:
+        await p.warm_up()
+        done: tuple[int, ...] = ()
+        scattered = p.blocks[::2]
+        for attempt in range(100):
+            try:
+                await p.pull(scattered, scattered, timeout_s=0.001 * (attempt % 25 + 1))
+            except kv.TransferTimeoutError as exc:
+                done = exc.report.done if exc.report else ()
+            if done:
+                break
+            fill(p.cache.tensors, RUBBISH)
+        assert 0 < len(done) < len(scattered)
+        expect(p.cache.tensors, p.stamp, list(done))
+
+
+async def test_a_small_transfer_does_not_wait_for_a_large_one() -> None:
+    """Words are loaded again and again while 128 MiB are under way."""
+    async with ucx_pair(kv.CacheDesc(4, (8, 4 * 1024 * 1024), "uint8"), pool="160MiB") as p:
+        await p.warm_up()
+        num_words = 0
+
+        async def load() -> None:
+            nonlocal num_words
+            while True:
+                await p.link.endpoint.load_word(0)
+                num_words += 1
+                await anyio.lowlevel.checkpoint()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(load)
+            await anyio.lowlevel.checkpoint()
+            num_words = 0
+            await p.pull()
+            during = num_words
+            tasks.cancel_scope.cancel()
+        assert during >= 3
 
 
 @asyncio_and_trio

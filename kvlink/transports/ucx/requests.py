@@ -14,8 +14,10 @@ Every request has its own status, and every one is looked at: a flush that succe
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -147,11 +149,19 @@ class Slots:
         """Whether a row is free."""
         return bool(self._free)
 
-    def issue(self, transfer: Transfer) -> int:
-        """Put the next row of a transfer's requests on their way; return their bytes."""
+    def issue(self, transfer: Transfer, most_nbytes: int) -> int:
+        """Put the next row of a transfer's requests on their way, one at least; return their bytes.
+
+        Args:
+            most_nbytes: of all of them, unless it is one.
+        """
         group = transfer.groups[0]
         first = transfer.position
         end = min(first + ROW, group.stop)
+        total = sum(transfer.nbytes[first:end])
+        if total > most_nbytes:
+            end = first + max(1, bisect_right(list(accumulate(transfer.nbytes[first:end])), most_nbytes))
+            total = sum(transfer.nbytes[first:end])
         number = self._free.pop()
         statuses = self._statuses[number]
         statuses[: end - first] = ucp.IN_PROGRESS
@@ -168,7 +178,6 @@ class Slots:
             for index, answer in enumerate(answers):  # done at once, or refused: then UCX calls nobody
                 if answer == 0 or answer >= ucp.FIRST_ERROR_POINTER:
                     statuses[index] = answer & 0xFF
-        total = sum(lengths)
         transfer.rows.append(Row(number, end - first, total))
         transfer.position = end
         if end == group.stop:

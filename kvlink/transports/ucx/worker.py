@@ -45,6 +45,9 @@ _PATIENCE_S: Final = 0.005
 _MORE_PROGRESS: Final = 7
 """Calls of progress that follow a fruitful one in the same turn: a call costs 0.5 us, a turn 4."""
 
+_LEAST_NBYTES: Final = 256 * 1024
+"""What a transfer may have in flight whatever the others have."""
+
 _MANY: Final = 1000
 _HOPE_S: Final = 1.0
 """A copy by this process that takes longer is not going to end: the endpoint is closed by force, which ends it."""
@@ -66,7 +69,7 @@ class Worker:
         self._lock = threading.Lock()
         self._asked: deque[Callable[[], None]] = deque()
         self._arrived: deque[Transfer] = deque()
-        self._active: deque[Transfer] = deque()
+        self._active: list[Transfer] = []
         self._closing: list[WorkerEndpoint] = []
         self._finished: list[Callable[[], None]] = []
         self._is_own = context.longest_sleep_ms is None
@@ -268,24 +271,36 @@ class Worker:
             self._asked.popleft()()
         while self._arrived:
             self._begin(self._arrived.popleft())
-        active, slots = self._active, self._slots
-        for transfer in active:
-            if transfer.groups and not transfer.is_stopped:
-                if self._inflight_nbytes > self._max_nbytes or not slots.has_room:
-                    break
-                self._inflight_nbytes += slots.issue(transfer)
+        active = self._issue() if self._active else self._active
         progress, worker = self._api.ucp_worker_progress, self.context.worker
         num_events = progress(worker) if self._is_own or active or self._closing else 0
         if active:
             if num_events:
                 for _ in range(_MORE_PROGRESS):
-                    if not progress(worker):
+                    if self._arrived or self._asked or not progress(worker):
                         break
-            self._active = deque([transfer for transfer in active if not self._look_at(transfer)])
-            self._active.rotate(-1)  # whoever was served first is last in the next turn
+            self._active = [transfer for transfer in active if not self._look_at(transfer)]
         if self._closing:
             self._look_at_closing()
         return bool(num_events or self._asked or self._arrived)
+
+    def _issue(self) -> list[Transfer]:
+        """Put requests on their way, a row of each transfer; return the transfers, those that had to wait first.
+
+        A transfer that has nothing in flight may always have something: a small one does not wait for a large one.
+        """
+        slots = self._slots
+        waiting: list[Transfer] = []
+        served: list[Transfer] = []
+        for transfer in self._active:
+            room = self._max_nbytes - self._inflight_nbytes
+            may_issue = transfer.groups and not transfer.is_stopped and slots.has_room
+            if may_issue and (room > 0 or not transfer.rows):
+                self._inflight_nbytes += slots.issue(transfer, max(room, _LEAST_NBYTES))
+                served.append(transfer)
+            else:
+                waiting.append(transfer)
+        return waiting + served
 
     def _wait(self, endpoint: WorkerEndpoint, look: Callable[[], int]) -> int:
         """Progress until a request has ended, which takes no peer; return its status."""
