@@ -228,8 +228,8 @@ class TransferTimeoutError(KVLinkError, TimeoutError):
 class PartialTransferError(KVLinkError):
     """Some of a request was moved and some was not; `__cause__` is the error that ended it, `status` is that one's.
 
-    It is of the cause's class as well (`PartialTimeoutError`, `PartialLinkLostError`, `PartialTransportError`), so that
-    who only wants to know what happened need not know this class.
+    It is of the cause's class as well (`PartialTimeoutError`, `PartialLinkLostError`, `PartialNotLinkedError`,
+    `PartialTransportError`), so that who only wants to know what happened need not know this class.
 
     Attributes:
         report: which blocks are done and which failed, in the caller's own numbers. Never None here.
@@ -258,6 +258,12 @@ class PartialLinkLostError(PartialTransferError, LinkLostError):
     """The peer went away when some of the request had been moved."""
 
     default_status = StatusCode.LLM_LINK_FAILED
+
+
+class PartialNotLinkedError(PartialTransferError, NotLinkedError):
+    """The link was ended on purpose, here or there, when some of the request had been moved."""
+
+    default_status = StatusCode.LLM_NOT_YET_LINK
 
 
 class PartialTransportError(PartialTransferError, TransportError):

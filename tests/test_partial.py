@@ -17,8 +17,9 @@ import kvlink as kv
 from kvlink.geometry import CacheGeometry, TensorRun, select_runs
 from kvlink.memory.copying import Copy, complete, cut
 from kvlink.plan import join_blocks, spread
+from kvlink.report import Interrupted
 from kvlink.testing import Faults, FaultyTransport
-from kvlink.transfers.partial import touched_blocks
+from kvlink.transfers.partial import report_failure, touched_blocks
 from tests.support.inside import link_to
 from tests.support.loops import asyncio_and_trio, eventually
 from tests.support.pair import SLOW
@@ -203,6 +204,23 @@ async def test_a_link_that_is_lost_in_the_middle() -> None:
         report = check_partition(caught[0].report, TARGET)
         assert s.wrong("pull", report.done) == []
         assert isinstance(caught[0], kv.PartialTransferError) == bool(report.done)
+
+
+@pytest.mark.parametrize(
+    "kind", [kv.TransferTimeoutError, kv.LinkLostError, kv.NotLinkedError, kv.TransportError, kv.ClosedError]
+)
+async def test_a_partial_error_is_what_its_cause_is(kind: type[kv.KVLinkError]) -> None:
+    """Class, status, peer and phase of what ended a movement stay; only what nobody expects of one is just partial."""
+    async with scene() as s:
+        runs = s.cache.geometry.runs
+        extents = spread(runs, runs, join_blocks([1, 5], [1, 5], DESC.slot_nbytes))
+        error = kind("the end", peer=1, phase="transfer")
+        error.interrupted = Interrupted(tuple(extents[1:]), len(extents), 4 * DESC.slot_nbytes, "shm", 0.1)
+        reported = report_failure(error, s.cache, [1, 5], [11, 15])
+        assert isinstance(reported, kv.PartialTransferError)
+        assert isinstance(reported, kind) or kind is kv.ClosedError
+        assert (reported.status, reported.peer, reported.phase) == (error.status, 1, "transfer")
+        assert check_partition(reported.report, [11, 15]).done == (11,)
 
 
 @pytest.mark.parametrize("call", ["pull_blocks", "pull_cache", "push_blocks", "push_cache"])

@@ -756,6 +756,7 @@ def test_default_status_of_each_error() -> None:
         "PartialTransferError": "LLM_FAILED",
         "PartialTimeoutError": "LLM_WAIT_PROCESS_TIMEOUT",
         "PartialLinkLostError": "LLM_LINK_FAILED",
+        "PartialNotLinkedError": "LLM_NOT_YET_LINK",
         "PartialTransportError": "LLM_FAILED",
         "TransportError": "LLM_FAILED",
         "FeatureNotEnabledError": "LLM_FEATURE_NOT_ENABLED",

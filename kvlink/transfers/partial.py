@@ -16,8 +16,10 @@ from kvlink.checks import Blocks
 from kvlink.errors import (
     KVLinkError,
     LinkLostError,
+    NotLinkedError,
     ParameterError,
     PartialLinkLostError,
+    PartialNotLinkedError,
     PartialTimeoutError,
     PartialTransferError,
     PartialTransportError,
@@ -31,6 +33,7 @@ from kvlink.report import BlockFailure, TransferReport
 _PARTIAL: Final[dict[type[KVLinkError], type[PartialTransferError]]] = {
     TransferTimeoutError: PartialTimeoutError,
     LinkLostError: PartialLinkLostError,
+    NotLinkedError: PartialNotLinkedError,
     TransportError: PartialTransportError,
 }
 
