@@ -1,8 +1,9 @@
-"""The one place where event loops differ: waking one from another thread, and waiting for a Unix socket."""
+"""The one place where event loops differ: waking one from another thread, being cancelled, and Unix sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,35 @@ def current_call_soon() -> CallSoon:
         import trio
 
         return trio.lowlevel.current_trio_token().run_sync_soon
+
+
+async def until_set(event: anyio.Event, *, patience_s: float = math.inf, hurry: Callable[[], object] = bool) -> None:
+    """Return when `event` is set, which is certain to come, and not before, however often the caller is cancelled.
+
+    A shield of anyio holds off cancellation by anyio, but not by asyncio's own ``task.cancel()``, as ``wait_for`` and
+    ``timeout`` do it; that is raised afterwards.
+
+    Args:
+        patience_s, hurry: what is called when it has taken so long, to make it come.
+    """
+    cancelled: BaseException | None = None
+    deadline = anyio.current_time() + patience_s
+    while not event.is_set():
+        try:
+            with anyio.CancelScope(shield=True, deadline=deadline):
+                await event.wait()
+            if not event.is_set():
+                deadline = math.inf
+                hurry()
+        except GeneratorExit:
+            raise
+        except BaseException as exc:
+            cancelled = exc
+    if cancelled is not None:
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # its traceback holds this frame
 
 
 async def until_readable(stream: object) -> None:

@@ -24,7 +24,7 @@ import anyio
 import numpy as np
 
 from kvlink.errors import ClosedError
-from kvlink.loops import CallSoon, current_call_soon
+from kvlink.loops import CallSoon, current_call_soon, until_set
 from kvlink.memory.pool import Bytes, depopulate, populate
 
 _PAGING_NBYTES: Final = 8 * 1024 * 1024
@@ -278,8 +278,7 @@ class Copier:
                     self._jobs.remove(job)
                 is_taken = job.num_taken > 0
             if is_taken:
-                with anyio.CancelScope(shield=True):
-                    await done.wait()
+                await until_set(done)
             raise
         error, job.error = job.error, None
         if error is not None:

@@ -196,6 +196,7 @@ int sigaction(int number, const void *action, void *old_action);
 
 OK: Final = 0
 IN_PROGRESS: Final = 1
+ERR_INVALID_PARAM: Final = -5
 ERR_UNREACHABLE: Final = -6
 ERR_BUSY: Final = -15
 ERR_CANCELED: Final = -16

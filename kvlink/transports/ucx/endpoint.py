@@ -26,6 +26,7 @@ from kvlink.errors import (
     ProtocolError,
     TransportError,
 )
+from kvlink.loops import until_set
 from kvlink.memory.copying import complete
 from kvlink.memory.regions import STATE
 from kvlink.memory.stateregion import WORD_NBYTES
@@ -191,8 +192,7 @@ class UcxEndpoint(Endpoint):
 
     async def aclose(self) -> None:
         self.abort()
-        with anyio.CancelScope(shield=True):
-            await self._closed.wait()
+        await until_set(self._closed)
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -296,27 +296,22 @@ class UcxEndpoint(Endpoint):
             try:
                 await done.wait()
             except BaseException:
-                with anyio.CancelScope(shield=True):
-                    await self._drain(transfer, done)
+                worker.stop(transfer)
+                await until_set(done, patience_s=self._services.config.drain_s, hurry=self._give_up_to_be_quiet)
                 raise
         if transfer.status != ucp.OK:
             error = LinkLostError(self._describe(transfer.status), phase=phase)
             self._give_up(transfer.status)
             raise error
 
-    async def _drain(self, transfer: Transfer, done: anyio.Event) -> None:
-        self._worker.stop(transfer)
-        with anyio.move_on_after(self._services.config.drain_s):
-            await done.wait()
-        if not done.is_set():
-            self._lost(
-                LinkLostError(
-                    "a cancelled transfer did not end in time; the link was given up, so that the memory is quiet: "
-                    "link again",
-                    phase="transfer",
-                )
+    def _give_up_to_be_quiet(self) -> None:
+        self._lost(
+            LinkLostError(
+                "a cancelled transfer did not end in time; the link was given up, so that the memory is quiet: link "
+                "again",
+                phase="transfer",
             )
-            await done.wait()
+        )
 
     def _unpack(self, share: Share, key: bytes) -> None:
         """In a turn: make a region of the peer addressable."""

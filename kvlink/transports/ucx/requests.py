@@ -14,10 +14,11 @@ Every request has its own status, and every one is looked at: a flush that succe
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from kvlink.memory.pool import Bytes
     from kvlink.transports.ucx.connection import WorkerEndpoint
     from kvlink.transports.ucx.context import Context
+
+_log = logging.getLogger(__name__)
 
 ROW: Final = 64
 """Slots that are taken, filled and looked at together."""
@@ -168,12 +171,13 @@ class Slots:
         self._memhs[number] = group.memh
         move = self._api.ucp_put_nbx if transfer.is_put else self._api.ucp_get_nbx
         ep, rkey, lengths = transfer.endpoint.ep, group.rkey, transfer.nbytes[first:end]
-        answers = [
-            move(ep, local, nbytes, remote, rkey, param)
-            for local, nbytes, remote, param in zip(
-                transfer.local[first:end], lengths, transfer.remote[first:end], self._params[number], strict=False
-            )
-        ]
+        local, remote, params = transfer.local[first:end], transfer.remote[first:end], self._params[number]
+        answers: list[int] = []
+        try:
+            answers.extend(map(move, repeat(ep), local, lengths, remote, repeat(rkey), params))
+        except Exception:  # a fault of ours: what was not asked for is not in flight, and fails
+            _log.exception("asking UCX for a transfer failed")
+            answers += [2**64 + ucp.ERR_INVALID_PARAM] * (end - first - len(answers))
         if 0 in answers or max(answers) >= ucp.FIRST_ERROR_POINTER:
             for index, answer in enumerate(answers):  # done at once, or refused: then UCX calls nobody
                 if answer == 0 or answer >= ucp.FIRST_ERROR_POINTER:
@@ -208,3 +212,15 @@ class Slots:
         self._free.append(row.number)
         failed = self._statuses[row.number, : row.num].tobytes().strip(b"\0")
         return failed[0] - 256 if failed else ucp.OK
+
+
+def status_of(api: Any, request: int) -> int:
+    """Return the status of a request that UCX has made, and free it when it has ended."""
+    if request == 0:
+        return ucp.OK
+    if request >= ucp.FIRST_ERROR_POINTER:
+        return request - 2**64
+    status = int(api.ucp_request_check_status(request))
+    if status != ucp.IN_PROGRESS:
+        api.ucp_request_free(request)
+    return status
