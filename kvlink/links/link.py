@@ -344,6 +344,8 @@ class Link:
         try:
             while True:
                 for message in decoder.messages():
+                    if self.state is LinkState.CLOSED:
+                        return self.gone()  # a lease or ticket that is asked for now would never be taken back
                     stats.messages_received += 1
                     if isinstance(message, Goodbye):
                         self.is_orderly = True

@@ -88,6 +88,7 @@ class Notices:
             LinkLostError, NotLinkedError: the link has ended.
             KVLinkError: the peer refuses it: too large, or `LLM_LINK_BUSY` when its queue for all peers is full.
         """
+        self._link.check_alive()  # it may have ended during the movement that this is about
         own = _Outgoing(payload)
         self._outgoing.append(own)
         self._send_some()

@@ -204,6 +204,8 @@ class HeldTicket:
     def finish(self, tensors: Tensors, places: NDArray[np.int64], *, is_placed: bool) -> None:
         """Note how a movement ended; the last one that was missing ends the ticket. Internal."""
         self._num_moving -= 1
+        if not self.is_write:
+            places = np.unique(places)  # a block may be read into several places
         if is_placed or self.is_write:
             self.coverage.end(tensors, places, is_placed=is_placed)
         if is_placed and self.is_write and self.is_live:

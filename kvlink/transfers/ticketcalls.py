@@ -160,14 +160,18 @@ class TicketMover:
         """Return the ticket for filling of a token: claimed by the first push, and held until nothing is missing."""
         link = self._link_of(said, is_write=True)
         place = (link, said.number)
-        while (claiming := self._claiming.get(place)) is not None:
-            await claiming.wait()  # bounded by the deadline of whoever claims
+        started = perf_counter()
+        with anyio.move_on_after(timeout_s) as scope:
+            while (claiming := self._claiming.get(place)) is not None:
+                await claiming.wait()
+        if scope.cancelled_caught:
+            raise _not_handed_out(link.peer, said, timeout_s)
         held = self._held.get(link, said.number)
         if held is not None and hmac.compare_digest(held.secret, said.secret):
             return held
         claiming = self._claiming[place] = anyio.Event()
         try:
-            return await self._claim(link, said, timeout_s=timeout_s)
+            return await self._claim(link, said, timeout_s=max(0.0, timeout_s - (perf_counter() - started)))
         finally:
             del self._claiming[place]
             claiming.set()
@@ -192,7 +196,7 @@ class TicketMover:
         movement = self._store.begin_moving(entry, local)
         in_turn_s: float | None = None
         try:
-            in_turn_s = await start(link, timeout_s)
+            in_turn_s = await start(link, max(0.0, timeout_s - (perf_counter() - started)))
             left_s = timeout_s - (perf_counter() - started)
             await move_under(held, theirs, places, extents, nbytes, left_s, None if is_write else detour)
         except BaseException as exc:
@@ -257,12 +261,7 @@ class TicketMover:
             raise
         finally:
             link.end()
-        raise TransferTimeoutError(
-            f"cluster {link.peer} did not hand out ticket {said.number} within {timeout_s} s; its event loop may be "
-            "blocked",
-            peer=link.peer,
-            phase="look-up",
-        )
+        raise _not_handed_out(link.peer, said, timeout_s)
 
     async def _ask(self, link: Link, said: Token) -> Found:
         try:
@@ -336,6 +335,14 @@ def join_pairs(local: list[int], remote: list[int], block_nbytes: int, *, is_wri
     if not is_write:
         return join_blocks(local, remote, block_nbytes)
     return [Piece(mine, theirs, nbytes) for theirs, mine, nbytes in join_blocks(remote, local, block_nbytes)]
+
+
+def _not_handed_out(peer: int, said: Token, timeout_s: float) -> TransferTimeoutError:
+    return TransferTimeoutError(
+        f"cluster {peer} did not hand out ticket {said.number} within {timeout_s:.3g} s; its event loop may be blocked",
+        peer=peer,
+        phase="look-up",
+    )
 
 
 def _is_sound(found: Found) -> bool:

@@ -1,0 +1,62 @@
+"""Words and calls that meet a link at the moment of its beginning or its end."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import anyio.to_thread
+import pytest
+
+import kvlink as kv
+from kvlink.links import link as link_module
+from kvlink.links import table as table_module
+from kvlink.links.gates import Gate, Quota
+from kvlink.links.notifications import move_then_notify
+from kvlink.wire import Claim, OpenRead, OpenWrite, Ping, Target
+from tests.spec.harness import D, P, linked_pair
+from tests.support.inside import link_to, num_read_leases, num_write_leases
+from tests.support.loops import asyncio_and_trio, eventually, every_loop
+from tests.support.stranger import Stranger
+
+DESC = kv.CacheDesc(2, (4, 512), "uint8")
+MIX = (kv.Role.MIX, kv.Role.MIX)
+
+
+@every_loop
+async def test_what_a_peer_said_after_the_end_of_its_link_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions that came in one piece with the word that ended the link give no lease and no ticket to the dead."""
+    async with kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="1MiB") as owner:
+        manager = owner.kv_cache_manager
+        cache = manager.allocate_blocks_cache(DESC, kv.BlocksCacheKey(1))
+        ticket = manager.offer_blocks(cache, [1])
+        target = Target("blocks", 0)
+        with Stranger.dial(owner.address) as stranger:
+            await anyio.to_thread.run_sync(stranger.link, 1)
+            await eventually(lambda: owner.links, "the link")
+            monkeypatch.setattr(link_module, "_MAX_QUEUED_NBYTES", 0)  # the answer to the ping is one too many
+            claim = Claim(4, ticket.number, ticket.secret, False)
+            stranger.say(Ping(1), OpenWrite(2, target), OpenRead(3, target, 100.0), claim)
+            await eventually(lambda: not owner.links, "the end of the link")
+            await anyio.wait_all_tasks_blocked()
+            assert (num_write_leases(owner), num_read_leases(owner)) == (0, 0)
+            assert "open" in repr(ticket)
+        ticket.revoke()
+        manager.deallocate_cache(cache)
+
+
+@every_loop
+async def test_a_notification_behind_a_movement_fails_at_once_when_its_link_has_ended() -> None:
+    """The link goes while the last bytes land: the bytes are reported as in place, and nobody waits for an answer."""
+    async with linked_pair("shm", roles=MIX) as pair:
+        link = link_to(pair.decoder, P)
+
+        async def move() -> kv.TransferReport:
+            link.lose(kv.LinkLostError("the cable was cut", peer=P))
+            return kv.TransferReport(P, "shm", 1, 1, 0.0, (0,))
+
+        started = anyio.current_time()
+        with pytest.raises(kv.LinkLostError, match="all bytes are in place") as caught:
+            await move_then_notify(link, b"done", move, timeout_s=20)
+        assert caught.value.phase == "notify"
+        assert anyio.current_time() - started < 5
