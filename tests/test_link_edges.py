@@ -14,7 +14,7 @@ from kvlink.links import table as table_module
 from kvlink.links.gates import Gate, Quota
 from kvlink.links.notifications import move_then_notify
 from kvlink.wire import Claim, OpenRead, OpenWrite, Ping, Target
-from tests.spec.harness import D, P, linked_pair
+from tests.spec.harness import D, P, hold, linked_pair
 from tests.support.inside import link_to, num_read_leases, num_write_leases
 from tests.support.loops import asyncio_and_trio, eventually, every_loop
 from tests.support.stranger import Stranger
@@ -60,3 +60,45 @@ async def test_a_notification_behind_a_movement_fails_at_once_when_its_link_has_
             await move_then_notify(link, b"done", move, timeout_s=20)
         assert caught.value.phase == "notify"
         assert anyio.current_time() - started < 5
+
+
+@asyncio_and_trio
+@pytest.mark.parametrize("config", [{"max_operations": 1}, {"max_nbytes_in_flight": 512}], ids=["operations", "bytes"])
+async def test_a_queue_ends_with_its_link_also_where_another_link_has_what_it_waits_for(config: dict[str, int]) -> None:
+    """A pull waits for a turn that another link's pull has; its own link is lost: it fails at once, typed."""
+    async with (
+        linked_pair("shm", roles=MIX, **config) as pair,
+        kv.Cluster(cluster_id=3, role=kv.Role.MIX, pool="1MiB") as other,
+    ):
+        (await pair.decoder.link_clusters([kv.ClusterInfo(3, other.address)])).raise_for_status()
+        caches = [
+            manager.allocate_blocks_cache(DESC, kv.BlocksCacheKey(peer))
+            for peer, manager in ((P, pair.owner), (3, other.kv_cache_manager))
+        ]
+        ours = pair.reader.allocate_blocks_cache(DESC)
+        await pair.reader.prepare_pull(kv.BlocksCacheKey(3), ours)  # looked up: the pull waits for nothing else
+        held, link = hold(pair.decoder, P, "get"), link_to(pair.decoder, 3)
+        link.endpoint.immediate_nbytes = 0
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pair.reader.pull_blocks, kv.BlocksCacheKey(P), ours, [0], [0])
+            await held.reached.wait()
+            errors: list[kv.KVLinkError] = []
+
+            async def pull() -> None:
+                try:
+                    await pair.reader.pull_blocks(kv.BlocksCacheKey(3), ours, [1], [1], timeout_s=25)
+                except kv.KVLinkError as exc:
+                    errors.append(exc)
+
+            tasks.start_soon(pull)
+            await eventually(lambda: link.operations.waiting or link.nbytes.waiting, "the queue")
+            link.lose(kv.LinkLostError("the cable was cut", peer=3))
+            await eventually(lambda: errors, "its end", within_s=3)
+            assert (type(errors[0]), errors[0].peer) == (kv.LinkLostError, 3)
+            assert ours.is_quiet([1])
+            with pytest.raises(kv.LinkLostError):
+                await (link.operations if "max_operations" in config else link.nbytes).take(1, 25)  # nor does a late one
+            held.release()
+        assert (link.operations.used, link.nbytes.used) == (0, 0)
+        for manager, cache in zip((pair.owner, other.kv_cache_manager, pair.reader), (*caches, ours), strict=True):
+            manager.deallocate_cache(cache)

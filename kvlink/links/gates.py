@@ -87,6 +87,7 @@ class Gate:
         self.used = 0
         self.waiting: deque[_Waiter] = deque()
         self.is_ready = False
+        self._is_closed = False
 
     def try_take(self, amount: int) -> bool:
         """Take `amount` now, if that is free and nobody else's turn. Paired with `give`."""
@@ -110,6 +111,8 @@ class Gate:
         """
         if self.try_take(amount):
             return timeout_s
+        if self._is_closed:
+            raise self._gone()
         started = perf_counter()
         waiter = _Waiter(min(amount, self._quota.per_link))
         self.waiting.append(waiter)
@@ -146,7 +149,8 @@ class Gate:
             quota.serve()
 
     def close(self) -> None:
-        """Send those who wait away: the link has ended. What was taken is still to be given back."""
+        """Let nobody wait any more: the link has ended. What was taken is still to be given back."""
+        self._is_closed = True
         waiting = list(self.waiting)
         self.waiting.clear()
         self._stand_back()
