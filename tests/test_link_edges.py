@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import anyio
 import anyio.to_thread
 import pytest
+from anyio.abc import ByteStream
 
 import kvlink as kv
+from kvlink.links import handshake as handshake_module
 from kvlink.links import link as link_module
-from kvlink.links import table as table_module
-from kvlink.links.gates import Gate, Quota
 from kvlink.links.notifications import move_then_notify
-from kvlink.wire import Claim, OpenRead, OpenWrite, Ping, Target
-from tests.spec.harness import D, P, hold, linked_pair
+from kvlink.wire import Claim, FrameDecoder, OpenRead, OpenWrite, Ping, Ready, Target
+from tests.spec.harness import P, hold, linked_pair
 from tests.support.inside import link_to, num_read_leases, num_write_leases
 from tests.support.loops import asyncio_and_trio, eventually, every_loop
 from tests.support.stranger import Stranger
 
 DESC = kv.CacheDesc(2, (4, 512), "uint8")
 MIX = (kv.Role.MIX, kv.Role.MIX)
+
+
+def is_last_word(sent: bytes) -> bool:
+    """Whether this is the last message of a handshake: the `Ready` of the accepting side, which gives no reason."""
+    (message,) = FrameDecoder().feed(sent)
+    return isinstance(message, Ready) and not message.reason
 
 
 @every_loop
@@ -102,3 +106,49 @@ async def test_a_queue_ends_with_its_link_also_where_another_link_has_what_it_wa
         assert (link.operations.used, link.nbytes.used) == (0, 0)
         for manager, cache in zip((pair.owner, other.kv_cache_manager, pair.reader), (*caches, ours), strict=True):
             manager.deallocate_cache(cache)
+
+
+@every_loop
+async def test_whoever_was_dialled_is_linked_before_the_dialler_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accepting side has said its last word and had no turn since: the link is open there when the dial returns."""
+    async with (
+        kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="1MiB") as accepting,
+        kv.Cluster(cluster_id=2, role=kv.Role.MIX, pool="1MiB") as dialling,
+    ):
+        may_go_on = anyio.Event()
+        send_all = handshake_module.send_all
+
+        async def send_and_fall_asleep(stream: ByteStream, sent: bytes) -> None:
+            await send_all(stream, sent)
+            if is_last_word(sent):
+                await may_go_on.wait()
+
+        monkeypatch.setattr(handshake_module, "send_all", send_and_fall_asleep)
+        (await dialling.link_clusters([kv.ClusterInfo(1, accepting.address)])).raise_for_status()
+        assert link_to(accepting, 2).is_open
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(accepting.notify, 2, b"hello")
+            await anyio.wait_all_tasks_blocked()
+            may_go_on.set()
+        assert (await dialling.notifications().__anext__()).payload == b"hello"
+
+
+@every_loop
+async def test_a_dialler_that_goes_away_before_the_last_word_leaves_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accepting side is linked and cannot say so any more: its half ends, and its listeners hear of both."""
+    async with kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="1MiB") as accepting, accepting.events() as events:
+        send_all = handshake_module.send_all
+
+        async def send_or_fail(stream: ByteStream, sent: bytes) -> None:
+            if is_last_word(sent):
+                raise anyio.BrokenResourceError
+            await send_all(stream, sent)
+
+        monkeypatch.setattr(handshake_module, "send_all", send_or_fail)
+        async with kv.Cluster(cluster_id=2, role=kv.Role.MIX, pool="1MiB") as dialling:
+            results = await dialling.link_clusters([kv.ClusterInfo(1, accepting.address)])
+            assert results.status == kv.StatusCode.LLM_LINK_FAILED
+            assert [type(await events.__anext__()) for _ in range(2)] == [kv.LinkUp, kv.LinkLost]
+            assert accepting.links == ()
+            monkeypatch.undo()
+            (await dialling.link_clusters([kv.ClusterInfo(1, accepting.address)])).raise_for_status()

@@ -150,14 +150,17 @@ async def greet_as_acceptor(
     admit: Callable[[Hello], None],
     settle: Callable[[Hello], Awaitable[None]],
     hand_over: Callable[[Hello], Awaitable[None]],
+    enter: Callable[[Greeted], None],
     secret: bytes | None = None,
-) -> Greeted:
+) -> None:
     """Run the accepting side. The stream is the caller's to close when this fails.
 
     Args:
         admit: raises `RefusedError` for a peer that may not link now.
         settle: awaited with the peer's hello before ours is sent: the last look at an older link of that peer.
         hand_over: as for `greet_as_dialler`.
+        enter: called before our `Ready` with what the handshake leaves behind, which is the caller's from then on,
+            also when this fails afterwards: once the dialler knows that it is linked, so are we.
     """
     talk = _Conversation(stream, whom)
     offers = {transport.name: (transport, transport.offer()) for transport in transports}
@@ -179,17 +182,17 @@ async def greet_as_acceptor(
             endpoint = await transport.accept(offer, ready.card)
             try:
                 await hand_over(hello)
-                await talk.send(Ready(transport=endpoint.name))
+                enter(Greeted(stream, talk.decoder, hello, endpoint, ready.reason))
             except BaseException:
                 endpoint.abort()
                 with anyio.CancelScope(shield=True):
                     await endpoint.aclose()
                 raise
+            await talk.send(Ready(transport=endpoint.name))
     finally:
         for transport, offer in offers.values():
             if offer is not None:
                 transport.withdraw(offer)
-    return Greeted(stream, talk.decoder, hello, endpoint, ready.reason)
 
 
 def _with_offers(ours: Hello, offers: dict[str, Offer | None]) -> Hello:

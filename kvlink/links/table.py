@@ -228,9 +228,16 @@ class LinkTable:
         """Serve one incoming connection; never raises. A stranger costs one small buffer until its deadline."""
         whom = origin(stream)
         greeted: Greeted | None = None
+        link: Link | None = None
+        is_ready = False
+
+        def enter(made: Greeted) -> None:
+            nonlocal greeted, link
+            greeted, link = made, self._open(made, whom, is_dialled=False)
+
         try:
             with self._strangers.waiting(self._config.handshake_timeout_s) as scope:
-                greeted = await greet_as_acceptor(
+                await greet_as_acceptor(
                     await welcome(stream, self._config),
                     self._hello(),
                     self._transports,
@@ -238,8 +245,10 @@ class LinkTable:
                     admit=self._admit,
                     settle=self._settle_old,
                     hand_over=partial(self._hand_over, is_dialled=False),
+                    enter=enter,
                     secret=self._config.secret,
                 )
+                is_ready = True
             if scope.cancelled_caught:
                 self._complaints.say("closed a connection from %s: it never said who it is", whom)
         except (KVLinkError, OSError) as exc:
@@ -249,9 +258,10 @@ class LinkTable:
         finally:
             if greeted is None:
                 await hang_up(stream)
-        if greeted is not None:
-            link = self._open(greeted, whom, is_dialled=False)
-            await (_drop(greeted) if link is None else link.run())
+            else:
+                if link is not None and not is_ready:
+                    link.lose(LinkLostError(f"{whom} went away while it was linking", peer=link.peer))
+                await (_drop(greeted) if link is None else link.run())
 
     def _admit(self, hello: Hello) -> None:
         """Refuse a peer for which there is no room, or whose connection crosses ours."""
@@ -309,6 +319,8 @@ class LinkTable:
         incoming = self._links.get(peer)
         if incoming is not None and incoming.is_open:
             attempt.error = None  # the peer's own connection has become the link
+        elif link is None and attempt.error is None:
+            attempt.error = LinkLostError(f"cluster {peer} linked to us meanwhile, and went away", peer=peer)
         attempt.settled.set()
         if link is not None:
             await link.run()
