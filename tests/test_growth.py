@@ -193,3 +193,17 @@ def test_the_curves_can_be_measured() -> None:
     lines = [*curves.plans((1, 100)), *curves.caches((10, 50)), curves.million_blocks(1000)]
     assert [line["scenario"] for line in lines] == ["PLAN"] * 2 + ["CACHES"] * 3
     assert all(value > 0 for line in lines for name, value in line.items() if name.endswith("_us"))
+
+
+async def test_a_link_keeps_nothing_of_caches_that_it_has_pushed_into_once_they_have_ended() -> None:
+    """A hundred caches, each pushed into by its id and deallocated: the writer remembers none of them."""
+    async with linked_pair("shm", roles=(kv.Role.MIX, kv.Role.MIX)) as pair:
+        link = link_to(pair.decoder, P)
+        ours = pair.reader.allocate_blocks_cache(DESC)
+        for _ in range(100):
+            theirs = pair.owner.allocate_blocks_cache(DESC)
+            await pair.reader.push_blocks(kv.CacheKeyByIdAndIndex(P, theirs.cache_id), ours, [0], [0])
+            pair.owner.deallocate_cache(theirs)
+        await pair.flush()
+        assert len(link.grants) == 0
+        pair.reader.deallocate_cache(ours)

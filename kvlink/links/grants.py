@@ -29,13 +29,15 @@ class WriteGrant:
     Attributes:
         found: where the cache lies; ``found.lease`` is the lease.
         is_recalled: whether the owner wants it back; no new put may begin.
+        targets: by which it is found.
     """
 
-    __slots__ = ("_grants", "_num_puts", "found", "is_recalled")
+    __slots__ = ("_grants", "_num_puts", "found", "is_recalled", "targets")
 
     def __init__(self, grants: WriteGrants, found: Found) -> None:
         self.found = found
         self.is_recalled = False
+        self.targets: set[Target] = set()
         self._grants = grants
         self._num_puts = 0
 
@@ -76,6 +78,10 @@ class WriteGrants:
         self._moving: set[anyio.CancelScope] = set()
         self._has_ended = anyio.Event()
 
+    def __len__(self) -> int:
+        """Targets that can be written into without asking."""
+        return len(self._by_target)
+
     @contextmanager
     def stoppable(self, scope: anyio.CancelScope) -> Iterator[None]:
         """Count the body as a put, which `stop` cancels by `scope`."""
@@ -110,11 +116,7 @@ class WriteGrants:
 
     def get(self, target: Target) -> WriteGrant | None:
         """Return the grant by which `target` was last reached, unless it was recalled."""
-        grant = self._by_target.get(target)
-        if grant is not None and grant.is_recalled:
-            del self._by_target[target]
-            return None
-        return grant
+        return self._by_target.get(target)
 
     def forget(self, target: Target) -> None:
         """Ask the peer anew the next time; the lease itself stays until it is recalled."""
@@ -141,6 +143,7 @@ class WriteGrants:
         """Let `get` find a grant whose memory can be written now, unless it was recalled meanwhile."""
         if not grant.is_recalled:
             self._by_target[target] = grant
+            grant.targets.add(target)
 
     def recall(self, lease: int) -> None:
         """The owner wants this lease back: at once when idle, else when the last put under it has ended."""
@@ -150,6 +153,9 @@ class WriteGrants:
             self._post(CloseWrite(lease))
             return
         grant.is_recalled = True
+        for target in grant.targets:  # else a link would remember every cache that was ever pushed into
+            if self._by_target.get(target) is grant:
+                del self._by_target[target]
         self.settle(grant)
 
     def settle(self, grant: WriteGrant) -> None:

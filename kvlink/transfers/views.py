@@ -12,6 +12,7 @@ from kvlink.errors import CacheNotFoundError, FeatureNotEnabledError, ProtocolEr
 from kvlink.keys import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
 from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
+from kvlink.links.pairing import MAX_PAIRINGS
 from kvlink.memory.regions import STATE
 from kvlink.memory.stateregion import WORD_NBYTES
 from kvlink.transfers.transfer import load_word_within
@@ -48,6 +49,8 @@ async def find_cache(link: Link, target: Target, timeout_s: float) -> Found:
         timeout_s = max(0.0, timeout_s - (perf_counter() - started))
         link.views.pop(target, None)
     found = await _ask(link, LookUp, target, timeout_s=timeout_s)
+    if len(link.views) >= MAX_PAIRINGS:
+        link.views.clear()
     link.views[target] = found
     return found
 

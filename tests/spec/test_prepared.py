@@ -198,3 +198,22 @@ def test_planning_has_no_loop_over_blocks(kind: Callable[..., Any]) -> None:
 
     few = calls(64)
     assert calls(4096) == few
+
+
+@both_ways
+async def test_a_failure_has_the_report_that_an_unprepared_one_has(transport: str, direction: str) -> None:
+    """The peer's cache has gone: which blocks failed, and why, in the caller's numbers."""
+    async with linked_pair(transport, roles=MIXED) as pair:
+        cache, own = pair.owner.allocate_blocks_cache(DESC, THEIRS), pair.reader.allocate_blocks_cache(DESC)
+        go = await prepared(pair, direction, own)
+        pair.owner.deallocate_cache(cache)
+        await pair.flush()
+        plain: Callable[..., Any] = pair.reader.pull_blocks if direction == "pull" else pair.reader.push_blocks
+        reports = []
+        for call in (go([1, 2], [3, 4]), plain(THEIRS, own, [1, 2], [3, 4])):
+            with pytest.raises(kv.CacheNotFoundError) as caught:
+                await call
+            assert caught.value.report is not None
+            reports.append(caught.value.report)
+        assert reports[0] == reports[1]
+        assert [failure.blocks for failure in reports[0].failed] == [(3, 4)]
