@@ -165,7 +165,9 @@ class Cluster(LinkCalls):
             local = LocalCopier(store, self._copier)
             tickets = self._tickets = TicketBook(store, self.cluster_id, self.incarnation, config)
             held = HeldTickets()
-            server = CacheServer(store, local, tickets, held, tasks)
+            server = CacheServer(
+                store, local, tickets, held, tasks, max_detour_nbytes=config.max_detour_nbytes_per_link
+            )
             self._links = LinkTable(
                 self._hello,
                 self._transports,

@@ -164,6 +164,9 @@ class ClusterConfig:
         max_leases_per_link: read leases that one peer may hold of ours, 8 bytes and 0.5 KB of bookkeeping each; four
             times what a peer with our own limits needs. More are refused. All peers together get at most half of
             `max_caches`.
+        max_detour_nbytes_per_link: room in our pool that one peer gets at a time, to reach registered memory of ours
+            that the kernel hides from it; all peers together get twice as much. 0 means a quarter of the pool: half of
+            it stays for our own caches whatever peers do. More is refused.
         is_prefaulted: enter the pages of pools, ours and peers', into the page table before they are used. Costs 0.25 s
             per GiB at start; saves up to 1.5 s per GiB at the first use.
         has_huge_pages: make pools of 2 MiB pages, which the host must have set aside (``vm.nr_hugepages``).
@@ -207,6 +210,7 @@ class ClusterConfig:
     max_nbytes_in_flight_per_link: int = 256 * 1024 * 1024
     max_nbytes_in_flight: int = 1024 * 1024 * 1024
     max_leases_per_link: int = 1024
+    max_detour_nbytes_per_link: int = 0
     is_prefaulted: bool = True
     has_huge_pages: bool = False
     numa_node: int | None = None
@@ -246,6 +250,7 @@ class ClusterConfig:
             ("max_nbytes_in_flight_per_link", 1, 2**50),
             ("max_nbytes_in_flight", 1, 2**50),
             ("max_leases_per_link", 1, 2**24),
+            ("max_detour_nbytes_per_link", 0, 2**50),
         ):
             check_int(name, getattr(self, name), lowest, highest)
         for name in ("is_prefaulted", "has_huge_pages", "allow_unauthenticated"):

@@ -8,6 +8,7 @@ import pytest
 from anyio.abc import ByteStream
 
 import kvlink as kv
+from kvlink import loops as loops_module
 from kvlink.links import handshake as handshake_module
 from kvlink.links import link as link_module
 from kvlink.links.notifications import move_then_notify
@@ -101,7 +102,7 @@ async def test_a_queue_ends_with_its_link_also_where_another_link_has_what_it_wa
             assert (type(errors[0]), errors[0].peer) == (kv.LinkLostError, 3)
             assert ours.is_quiet([1])
             with pytest.raises(kv.LinkLostError):
-                await (link.operations if "max_operations" in config else link.nbytes).take(1, 25)  # nor does a late one
+                await (link.operations if "max_operations" in config else link.nbytes).take(1, 25)  # too late
             held.release()
         assert (link.operations.used, link.nbytes.used) == (0, 0)
         for manager, cache in zip((pair.owner, other.kv_cache_manager, pair.reader), (*caches, ours), strict=True):
@@ -116,7 +117,7 @@ async def test_whoever_was_dialled_is_linked_before_the_dialler_knows(monkeypatc
         kv.Cluster(cluster_id=2, role=kv.Role.MIX, pool="1MiB") as dialling,
     ):
         may_go_on = anyio.Event()
-        send_all = handshake_module.send_all
+        send_all = loops_module.send_all
 
         async def send_and_fall_asleep(stream: ByteStream, sent: bytes) -> None:
             await send_all(stream, sent)
@@ -137,7 +138,7 @@ async def test_whoever_was_dialled_is_linked_before_the_dialler_knows(monkeypatc
 async def test_a_dialler_that_goes_away_before_the_last_word_leaves_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accepting side is linked and cannot say so any more: its half ends, and its listeners hear of both."""
     async with kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="1MiB") as accepting, accepting.events() as events:
-        send_all = handshake_module.send_all
+        send_all = loops_module.send_all
 
         async def send_or_fail(stream: ByteStream, sent: bytes) -> None:
             if is_last_word(sent):

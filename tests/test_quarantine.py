@@ -250,7 +250,7 @@ async def test_a_room_that_is_written_into_is_kept_as_well() -> None:
         (await writer.link_clusters([kv.ClusterInfo(1, owner.address)])).raise_for_status()
         target = Target("id", cache.cache_id)
         for is_write in (False, True):
-            await stage(inside.link_to(writer, 1), target, [1, 2], Tensors(0, 4), is_write=is_write)
+            await stage(inside.link_to(writer, 1), target, [1, 2], Tensors(0, 4), 4096, is_write=is_write)
             assert inside.used_nbytes(owner) == 4 * 2 * 4096
             (await owner.unlink_clusters([2], force=True)).raise_for_status()
             assert owner.kv_cache_manager.pool_usage().quarantined == ({2: 1} if is_write else {})

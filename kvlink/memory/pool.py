@@ -200,8 +200,7 @@ class Pool:
         Raises:
             OutOfMemoryError: naming needed, free and largest hole.
         """
-        grain = _PAGE if tensor_nbytes >= _LARGE_NBYTES else _ALIGNMENT
-        stride = -(-tensor_nbytes // grain) * grain
+        grain, stride = _grain_of(tensor_nbytes), stride_of(tensor_nbytes)
         needed = stride * num_tensors
         try:
             return self._allocator.allocate(needed, alignment=grain), stride
@@ -240,6 +239,16 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<Pool region={self.region} nbytes={self.nbytes} free={self.free_nbytes}>"
+
+
+def _grain_of(tensor_nbytes: int) -> int:
+    return _PAGE if tensor_nbytes >= _LARGE_NBYTES else _ALIGNMENT
+
+
+def stride_of(tensor_nbytes: int) -> int:
+    """Return how far apart tensors of this size lie in a pool."""
+    grain = _grain_of(tensor_nbytes)
+    return -(-tensor_nbytes // grain) * grain
 
 
 def populate(memory: Bytes, *, for_writing: bool) -> None:

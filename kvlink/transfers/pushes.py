@@ -423,9 +423,8 @@ class Pusher:
         """Put what cannot be reached where it is through the owner's pool; return the number of extents."""
         slots, moved = restage(pieces, grant.found.geometry.slot_nbytes)
         with anyio.move_on_after(timeout_s) as scope:
-            room = await stage(link, target, slots, theirs, is_write=True)
+            room = await stage(link, target, slots, theirs, grant.found.geometry.slot_nbytes, is_write=True)
             try:
-                await link.endpoint.reach({run.region for run in room.geometry.runs}, for_writing=True)
                 # Slots that are written in part keep the rest: the room begins as what is there.
                 extents = spread(runs, room.geometry.runs, moved)
                 in_flight = min(nbytes, link.endpoint.window_nbytes)

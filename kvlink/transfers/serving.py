@@ -47,16 +47,24 @@ class CacheServer:
         tickets: those that it has given to others.
         held: those of others that it holds.
         tasks: the cluster's, for detours, and for waiting until a lost writer is certain to be dead.
+        max_detour_nbytes: see `StagingServer`.
     """
 
     def __init__(
-        self, store: CacheStore, copier: LocalCopier, tickets: TicketBook, held: HeldTickets, tasks: TaskGroup
+        self,
+        store: CacheStore,
+        copier: LocalCopier,
+        tickets: TicketBook,
+        held: HeldTickets,
+        tasks: TaskGroup,
+        *,
+        max_detour_nbytes: int = 0,
     ) -> None:
         self._store = store
         self._tickets = tickets
         self._held = held
         self._tasks = tasks
-        self._staging = StagingServer(store, copier, tasks)
+        self._staging = StagingServer(store, copier, tasks, max_detour_nbytes)
         self._open: dict[bytes, Link] = {}
         self._watching: dict[bytes, anyio.CancelScope] = {}
         store.table.on_ended = self._recall

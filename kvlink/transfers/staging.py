@@ -7,6 +7,7 @@ copies them from there when the writer says so. Its CPU takes part, and the byte
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import anyio
@@ -20,15 +21,18 @@ from kvlink.checks import Tensors, check_blocks
 from kvlink.errors import (
     CacheNotFoundError,
     KVLinkError,
+    LinkBusyError,
     ParameterError,
     ProtocolError,
     StatusCode,
     TransferTimeoutError,
 )
-from kvlink.geometry import CacheDesc, DataType, TensorRun, select_runs
+from kvlink.geometry import CacheDesc, DataType, Placement, TensorRun, select_runs
 from kvlink.links.link import Link
+from kvlink.memory.pool import stride_of
 from kvlink.plan import Piece, join_blocks, restage, spread
 from kvlink.transfers.transfer import get_checked
+from kvlink.transfers.views import accept_found
 from kvlink.wire import CloseRead, Commit, Failed, Found, Message, Pong, Stage, Target
 
 _MAX_LEASE_S = 3600.0
@@ -40,9 +44,11 @@ class _Room(NamedTuple):
 
     holder: bytes
     cache: KvCache
+    own: CacheEntry
     target: CacheEntry
     slots: list[int]
     tensors: Tensors
+    nbytes: int
     write_lease: int = 0
 
 
@@ -53,9 +59,13 @@ class StagingServer:
         store: what it owns.
         copier: copies between its caches.
         tasks: parent of the copies.
+        most_nbytes: room that one peer gets at a time, all together twice as much; 0 for a quarter of the pool.
     """
 
-    def __init__(self, store: CacheStore, copier: LocalCopier, tasks: TaskGroup) -> None:
+    def __init__(self, store: CacheStore, copier: LocalCopier, tasks: TaskGroup, most_nbytes: int = 0) -> None:
+        self._most_nbytes = most_nbytes or store.pool(Placement.DEVICE).nbytes // 4
+        self._nbytes: Counter[bytes] = Counter()  # by holder
+        self._leaving: list[_Room] = []  # given back, and still written into or copied from
         self._store = store
         self._copier = copier
         self._tasks = tasks
@@ -78,12 +88,12 @@ class StagingServer:
         if room is not None and room.holder == holder:
             del self._rooms[lease]
             self._store.leases.close_write(holder, room.write_lease)
-            self._store.deallocate(room.cache)
+            self._give_back(room)
 
     def drop(self, holder: bytes) -> None:
         """Give back every room of a peer whose link has ended; what it may still write into waits for its lease."""
         for lease in [lease for lease, room in self._rooms.items() if room.holder == holder]:
-            self._store.deallocate(self._rooms.pop(lease).cache)
+            self._give_back(self._rooms.pop(lease))
 
     async def _serve(self, link: Link, message: Stage | Commit) -> None:
         answer: Message
@@ -106,20 +116,23 @@ class StagingServer:
             raise ParameterError(f"tensors {message.start} to {message.stop} of {desc.num_tensors}")
         tensors = Tensors(message.start, message.stop)
         room_desc = CacheDesc(tensors.num, (len(slots), desc.slot_nbytes), DataType.UINT8)
+        nbytes = stride_of(room_desc.tensor_nbytes) * tensors.num
+        self._check_room(link.incarnation, nbytes)
         cache = store.allocate(room_desc, (), is_blocks=True)
-        room = _Room(link.incarnation, cache, entry, slots, tensors)
+        own = cache.entry()
+        room = _Room(link.incarnation, cache, own, entry, slots, tensors, nbytes)
+        self._nbytes[room.holder] += nbytes
         try:
             # Also before a write: slots that are written in part keep the rest of their bytes.
             await self._copy(room, is_write=False)
             if not link.is_open:
                 raise ParameterError("the link has ended")
-            own = cache.entry()
             expires_at = anyio.current_time() + _MAX_LEASE_S
             lease, word, generation, *_ = store.leases.open_read(link.incarnation, own, 0, None, expires_at)
             if message.is_write:
                 room = room._replace(write_lease=store.leases.open_write(link.incarnation, own))
         except BaseException:
-            store.deallocate(cache)
+            self._give_back(room)
             raise
         self._rooms[lease] = room
         regions = {run.region for run in own.geometry.runs}
@@ -134,6 +147,33 @@ class StagingServer:
             lease=lease,
         )
 
+    def _check_room(self, holder: bytes, nbytes: int) -> None:
+        """Refuse a peer that wants more of the pool than it gets."""
+        leaving, self._leaving = self._leaving, []
+        for room in leaving:
+            self._settle(room)
+        most, taken, total = self._most_nbytes, self._nbytes[holder], self._nbytes.total()
+        why = "see ClusterConfig.max_detour_nbytes_per_link"
+        if nbytes > most:
+            raise ParameterError(f"a detour of {nbytes} bytes; at most {most} are given, {why}: move less at once")
+        if taken + nbytes > most:
+            raise LinkBusyError(f"your detours take {taken} bytes, and {nbytes} more are over {most}, {why}")
+        if total + nbytes > 2 * most:
+            raise LinkBusyError(f"detours of all peers take {total} bytes, {why}; try again later")
+
+    def _give_back(self, room: _Room) -> None:
+        self._store.deallocate(room.cache)
+        self._settle(room)
+
+    def _settle(self, room: _Room) -> None:
+        """Count a room that was given back no longer, once its memory is the pool's again."""
+        if self._store.table.is_waiting(room.own):
+            self._leaving.append(room)
+            return
+        self._nbytes[room.holder] -= room.nbytes
+        if not self._nbytes[room.holder]:
+            del self._nbytes[room.holder]
+
     async def _commit(self, link: Link, message: Commit) -> Pong:
         room = self._rooms.get(message.lease)
         if room is None or room.holder != link.incarnation:
@@ -143,10 +183,11 @@ class StagingServer:
 
     async def _copy(self, room: _Room, *, is_write: bool) -> None:
         """Copy between a room and the slots that it stands for, and make sure that those were valid all the while."""
-        target, own = room.target, room.cache.entry()
+        target, own = room.target, room.own
         nbytes = target.desc.slot_nbytes
         runs = select_runs(target.geometry.runs, *room.tensors)
         movement = self._store.begin_moving(target, room.slots)
+        self._store.table.pin(own)  # its peer may give the room back in the middle
         try:
             if target.has_ended:
                 raise CacheNotFoundError(f"cache {target.cache_id} has ended")
@@ -158,19 +199,31 @@ class StagingServer:
             if target.has_ended:
                 raise CacheNotFoundError(f"cache {target.cache_id} ended while it was being copied")
         finally:
+            self._store.table.unpin(own)
             self._store.end_moving(target, movement)
 
 
-async def stage(link: Link, target: Target, slots: list[int], tensors: Tensors, *, is_write: bool) -> Found:
-    """Ask the owner for room for these slots, filled when it is for reading. The caller has a deadline, and gives the
-    lease back with `CloseRead`.
+async def stage(
+    link: Link, target: Target, slots: list[int], tensors: Tensors, slot_nbytes: int, *, is_write: bool
+) -> Found:
+    """Ask the owner for room for these slots of so many bytes, filled when it is for reading.
+
+    The caller has a deadline, and gives the lease back with `CloseRead`.
 
     Raises:
-        OutOfMemoryError, CacheNotFoundError and others: what the owner answers.
+        OutOfMemoryError, CacheNotFoundError, LinkBusyError and others: what the owner answers.
     """
     answer = await link.ask(lambda seq: Stage(seq, target, tuple(slots), tensors.start, tensors.stop, is_write))
     if not isinstance(answer, Found):
         raise ProtocolError(f"cluster {link.peer} answered a detour with {type(answer).__name__}", peer=link.peer)
+    try:
+        await accept_found(link, answer, for_writing=is_write)
+        room = answer.geometry
+        if (room.num_tensors, room.num_slots, room.slot_nbytes) != (tensors.num, len(slots), slot_nbytes):
+            raise ProtocolError(f"cluster {link.peer} gave room for something else", peer=link.peer)
+    except BaseException:
+        link.post(CloseRead(answer.lease))
+        raise
     return answer
 
 
@@ -187,7 +240,7 @@ async def get_by_detour(
     """Get what cannot be reached where it is through the owner's pool; return the number of extents."""
     slots, moved = restage(pieces, found.geometry.slot_nbytes)
     with anyio.move_on_after(timeout_s) as scope:
-        room = await stage(link, target, slots, theirs, is_write=False)
+        room = await stage(link, target, slots, theirs, found.geometry.slot_nbytes, is_write=False)
         try:
             extents = spread(runs, room.geometry.runs, moved)
             await get_checked(link, room, extents, nbytes, timeout_s=timeout_s)

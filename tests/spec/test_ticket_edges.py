@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import kvlink as kv
-from tests.spec.harness import D, P, linked_pair, stamped
+from tests.spec.harness import P, linked_pair, stamped
 from tests.support.inside import link_to
 from tests.support.loops import asyncio_and_trio, every_loop
 from tests.support.pattern import expect
