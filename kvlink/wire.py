@@ -52,6 +52,9 @@ _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")  # an alert, a handshake messag
 HELLO_MAX_NBYTES: Final = 16 * 1024
 """Largest frame accepted from a peer that has not said who it is."""
 
+MAX_BLOCKS: Final = 2**20
+"""Blocks that one message names."""
+
 UInt64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 UInt32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Bytes16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -163,7 +166,7 @@ class Stage(Struct, frozen=True, tag="stage"):
 
     seq: UInt64
     target: Target
-    slots: Annotated[tuple[UInt32, ...], Meta(min_length=1, max_length=2**20)]
+    slots: Annotated[tuple[UInt32, ...], Meta(min_length=1, max_length=MAX_BLOCKS)]
     start: UInt32
     stop: UInt32
     is_write: bool
@@ -188,7 +191,7 @@ class Found(Struct, frozen=True, tag="found", kw_only=True):
     lease: UInt64 = 0
     addresses: tuple[tuple[UInt64, UInt64], ...] = ()
     """Where the cache's regions begin in the owner: ``(region, address)``; for targets by address."""
-    blocks: Annotated[tuple[UInt32, ...], Meta(max_length=2**20)] = ()
+    blocks: Annotated[tuple[UInt32, ...], Meta(max_length=MAX_BLOCKS)] = ()
     """Which blocks a claimed ticket is about."""
 
 

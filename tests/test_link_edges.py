@@ -13,7 +13,7 @@ from kvlink.links import handshake as handshake_module
 from kvlink.links import link as link_module
 from kvlink.links.notifications import move_then_notify
 from kvlink.wire import Claim, FrameDecoder, OpenRead, OpenWrite, Ping, Ready, Target
-from tests.spec.harness import P, hold, linked_pair
+from tests.spec.harness import D, P, hold, linked_pair
 from tests.support.inside import link_to, num_read_leases, num_write_leases
 from tests.support.loops import asyncio_and_trio, eventually, every_loop
 from tests.support.stranger import Stranger
@@ -153,3 +153,25 @@ async def test_a_dialler_that_goes_away_before_the_last_word_leaves_no_link(monk
             assert accepting.links == ()
             monkeypatch.undo()
             (await dialling.link_clusters([kv.ClusterInfo(1, accepting.address)])).raise_for_status()
+
+
+@every_loop
+@pytest.mark.parametrize("what", ["pull", "notify"])
+async def test_a_question_that_crosses_the_goodbye_is_answered(what: str) -> None:
+    """The owner says goodbye while a look-up is on its way: the call ends well, and neither side waits for a limit."""
+    async with linked_pair("shm", roles=MIX) as pair:
+        theirs = pair.owner.allocate_blocks_cache(DESC, kv.BlocksCacheKey(P))
+        ours = pair.reader.allocate_blocks_cache(DESC)
+        link = link_to(pair.prompt, D)
+        started = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pair.prompt.unlink_clusters, [D])
+            if what == "pull":
+                tasks.start_soon(pair.reader.pull_blocks, kv.BlocksCacheKey(P), ours, [0], [0])
+            else:
+                tasks.start_soon(pair.decoder.notify, P, b"last words")
+        assert anyio.current_time() - started < 1
+        assert not link.is_open
+        assert pair.decoder.links == ()
+        pair.owner.deallocate_cache(theirs)
+        pair.reader.deallocate_cache(ours)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 import anyio.lowlevel
+from anyio.abc import TaskGroup
 
 from kvlink.errors import (
     KVLinkError,
@@ -256,7 +257,7 @@ class Link:
                     tasks.start_soon(self._write)
                     tasks.start_soon(self._watch)
                     tasks.start_soon(self._heed)
-                    error = await self._read()
+                    error = await self._read(tasks)
                     tasks.cancel_scope.cancel()
         finally:
             self.lose(error)
@@ -338,7 +339,7 @@ class Link:
             return LinkLostError(str(error), peer=self.peer, phase=error.phase or phase)
         return NotLinkedError(f"the link to cluster {self.peer} has ended; link again", peer=self.peer, phase=phase)
 
-    async def _read(self) -> KVLinkError:
+    async def _read(self, tasks: TaskGroup) -> KVLinkError:
         """Take messages until there are no more; return why."""
         decoder, stats = self._decoder, self.stats
         try:
@@ -347,20 +348,14 @@ class Link:
                     if self.state is LinkState.CLOSED:
                         return self.gone()  # a lease or ticket that is asked for now would never be taken back
                     stats.messages_received += 1
-                    if isinstance(message, Goodbye):
+                    if not isinstance(message, Goodbye):
+                        self._take(message)
+                    elif not self.is_orderly:
+                        tasks.start_soon(self._take_leave, message.reason)
                         self.is_orderly = True
                         self.is_dismissed = not message.is_closing
                         self.state = next_state(self.state, LinkEvent.CLOSE_ASKED)
                         self.operations.close()
-                        # Hanging up tells the peer that nothing of ours moves any more, so nothing may.
-                        with anyio.move_on_after(self._close_timeout_s):
-                            await self._wait_idle()
-                            await self._outbox.flush()  # what they came to
-                        return NotLinkedError(
-                            f"cluster {self.peer} has ended the link: {message.reason or 'no reason given'}",
-                            peer=self.peer,
-                        )
-                    self._take(message)
                     if stats.messages_received % _MESSAGES_PER_TURN == 0:
                         await anyio.lowlevel.checkpoint()  # a peer with much to say does not have the loop to itself
                 await until_readable(self._stream)
@@ -370,7 +365,7 @@ class Link:
             _log.warning("closed the link to cluster %d: %s", self.peer, str(exc))
             return LinkLostError(f"cluster {self.peer} broke the protocol: {exc}; link again", peer=self.peer)
         except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as exc:
-            self.is_orderly = self._has_said_goodbye and isinstance(exc, anyio.EndOfStream)
+            self.is_orderly |= self._has_said_goodbye and isinstance(exc, anyio.EndOfStream)
             if self.is_orderly:
                 return NotLinkedError(f"the link to cluster {self.peer} was closed", peer=self.peer)
             lost = LinkLostError(
@@ -381,6 +376,18 @@ class Link:
         except Exception as exc:  # a bug of ours: it ends this link and no other
             _log.exception("serving cluster %d failed", self.peer)
             return LinkLostError(f"serving cluster {self.peer} failed: {exc!r}; link again", peer=self.peer)
+
+    async def _take_leave(self, reason: str) -> None:
+        """Hang up on a peer that has said goodbye: that tells it that nothing of ours moves any more.
+
+        What has begun may end, and the peer still answers what was asked before its goodbye came.
+        """
+        with anyio.move_on_after(self._close_timeout_s):
+            await self._wait_idle()
+            await self._outbox.flush()  # what they came to
+        self.lose(
+            NotLinkedError(f"cluster {self.peer} has ended the link: {reason or 'no reason given'}", peer=self.peer)
+        )
 
     def _take(self, message: Message) -> None:
         if isinstance(message, (Found, Failed, Pong)):

@@ -33,7 +33,7 @@ from kvlink.memory.pool import stride_of
 from kvlink.plan import Piece, join_blocks, restage, spread
 from kvlink.transfers.transfer import get_checked
 from kvlink.transfers.views import accept_found
-from kvlink.wire import CloseRead, Commit, Failed, Found, Message, Pong, Stage, Target
+from kvlink.wire import MAX_BLOCKS, CloseRead, Commit, Failed, Found, Message, Pong, Stage, Target
 
 _MAX_LEASE_S = 3600.0
 """A room that its peer neither uses nor gives back goes back to the pool after this, or when the link ends."""
@@ -213,6 +213,8 @@ async def stage(
     Raises:
         OutOfMemoryError, CacheNotFoundError, LinkBusyError and others: what the owner answers.
     """
+    if len(slots) > MAX_BLOCKS:
+        raise ParameterError(f"a detour of {len(slots)} blocks; move at most {MAX_BLOCKS} at a time")
     answer = await link.ask(lambda seq: Stage(seq, target, tuple(slots), tensors.start, tensors.stop, is_write))
     if not isinstance(answer, Found):
         raise ProtocolError(f"cluster {link.peer} answered a detour with {type(answer).__name__}", peer=link.peer)

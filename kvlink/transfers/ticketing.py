@@ -14,6 +14,7 @@ from kvlink.errors import ParameterValueError
 from kvlink.geometry import Role
 from kvlink.transfers.heldtickets import HeldTicket
 from kvlink.transfers.ticketcalls import TicketMover
+from kvlink.wire import MAX_BLOCKS
 
 
 class Ticketing(CacheBookkeeping):
@@ -86,4 +87,6 @@ class Ticketing(CacheBookkeeping):
         numbers = check_blocks("blocks", blocks, entry.desc.num_slots, is_unique=True)
         if not numbers:
             raise ParameterValueError("blocks is empty; a ticket is about at least one block")
+        if len(numbers) > MAX_BLOCKS:
+            raise ParameterValueError(f"blocks has {len(numbers)} blocks; a ticket is about at most {MAX_BLOCKS}")
         return self._tickets.open(entry, numbers, check_seconds("lease_s", lease_s), is_write=is_write)

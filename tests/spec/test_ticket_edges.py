@@ -59,3 +59,15 @@ async def test_a_push_that_waits_for_the_claim_of_another_has_its_own_deadline(m
         ticket.revoke()
         pair.reader.deallocate_cache(theirs)
         pair.owner.deallocate_cache(ours)
+
+
+async def test_a_ticket_is_about_no_more_blocks_than_a_message_can_name() -> None:
+    """More are refused where the ticket is given, instead of ending the link of whoever claims it."""
+    async with linked_pair("shm", roles=MIX, pool="2MiB") as pair:
+        cache = pair.owner.allocate_blocks_cache(kv.CacheDesc(1, (2**20 + 1, 1), "uint8"))
+        with pytest.raises(kv.ParameterError, match="at most 1048576"):
+            pair.owner.offer_blocks(cache, range(2**20 + 1))
+        held = await pair.reader.hold_ticket(pair.owner.offer_blocks(cache, range(2**20)).token)
+        assert len(held.blocks) == 2**20
+        held.drop()
+        pair.owner.deallocate_cache(cache)
