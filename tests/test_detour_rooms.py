@@ -151,3 +151,24 @@ async def test_an_owner_that_lies_about_a_room_is_a_typed_error(
         await pair.flush()
         assert used_nbytes(pair.prompt) == before
         assert server.is_open
+
+
+async def test_a_fault_in_a_detour_ends_that_detour_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The owner cannot copy, for a reason that nobody thought of: the caller is told, and the owner lives."""
+    async with out_of_reach() as (pair, _, theirs, ours):
+        before = used_nbytes(pair.prompt)
+
+        async def fail(*_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalCopier, "copy_runs", fail)
+            with pytest.raises(kv.KVLinkError, match="can't start new thread"):
+                await pair.reader.pull_blocks(KEY, ours, [0], [0])
+        assert "a detour for cluster 2 failed" in caplog.text
+        assert used_nbytes(pair.prompt) == before
+        stamp = stamped(theirs)
+        await pair.reader.pull_blocks(KEY, ours, [0], [1])
+        expect(ours.tensors, stamp, [1], src_blocks=[0])

@@ -136,3 +136,21 @@ async def test_listening_ends_with_the_cluster_and_a_cancelled_wait_loses_nothin
         assert [event async for event in closed] == []
         with pytest.raises(kv.ClosedError):
             one.events()
+
+
+@every_loop
+async def test_two_tasks_that_take_from_one_stream_both_end_with_it() -> None:
+    """Each event goes to one of them, and neither sleeps through the end."""
+    stream, taken = LinkEventStream(10), list[int]()
+
+    async def take() -> None:
+        taken.extend([event.peer async for event in stream])
+
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take)
+            tasks.start_soon(take)
+            await anyio.wait_all_tasks_blocked()
+            stream.put(kv.LinkUp(7, bytes(16), True))
+            stream.end()
+    assert taken == [7]

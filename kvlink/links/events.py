@@ -77,7 +77,7 @@ class LinkEventStream:
     """One listener. Made by `Cluster.events`; an async iterator, and an async context manager that closes it.
 
     It has every event from the moment it was made. Iteration ends when it is closed, or when the cluster is and all
-    events have been taken. Its events may be taken by one task at a time.
+    events have been taken. Of several tasks that take from it, each event goes to one.
 
     Attributes:
         num_missed: events that were dropped, oldest first, because nobody took them in time.
@@ -97,7 +97,7 @@ class LinkEventStream:
         while not self._waiting:
             if self._is_closed:
                 raise StopAsyncIteration
-            self._has_news = anyio.Event()
+            self._has_news = anyio.Event() if self._has_news.is_set() else self._has_news
             await self._has_news.wait()
         return self._waiting.popleft()
 

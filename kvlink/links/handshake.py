@@ -131,7 +131,7 @@ async def greet_as_dialler(
         endpoint, reason = await _attach(transports, hello, whom)
         try:
             await hand_over(hello)
-            await talk.send(Ready(transport=endpoint.name, reason=reason, card=endpoint.card))
+            await talk.send(Ready(transport=endpoint.name, reason=reason[:1000], card=endpoint.card))
             await talk.receive(Ready)
         except BaseException:
             endpoint.abort()

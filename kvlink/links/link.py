@@ -378,12 +378,9 @@ class Link:
             return LinkLostError(f"serving cluster {self.peer} failed: {exc!r}; link again", peer=self.peer)
 
     async def _take_leave(self, reason: str) -> None:
-        """Hang up on a peer that has said goodbye: that tells it that nothing of ours moves any more.
-
-        What has begun may end, and the peer still answers what was asked before its goodbye came.
-        """
+        """Hang up on a peer that has said goodbye: that tells it that nothing of ours moves any more."""
         with anyio.move_on_after(self._close_timeout_s):
-            await self._wait_idle()
+            await self._wait_idle()  # it still answers what was asked before its goodbye came
             await self._outbox.flush()  # what they came to
         self.lose(
             NotLinkedError(f"cluster {self.peer} has ended the link: {reason or 'no reason given'}", peer=self.peer)

@@ -34,6 +34,7 @@ from kvlink.errors import (
     ProtocolError,
     StatusCode,
     TransferTimeoutError,
+    shown,
 )
 from kvlink.report import TransferReport
 from kvlink.wire import Credit, Failed, Message, Notify, Pong
@@ -251,7 +252,7 @@ class NotificationStream:
 def check_payload(payload: object, limit: int) -> bytes:
     """Return a payload as bytes; refuse what is none, or too long."""
     if not isinstance(payload, (bytes, bytearray, memoryview)):
-        raise ParameterTypeError(f"a notification is bytes, got {payload!r}")
+        raise ParameterTypeError(f"a notification is bytes, got {shown(payload)}")
     made = bytes(payload)
     if len(made) > limit:
         raise ParameterError(

@@ -7,6 +7,7 @@ copies them from there when the writer says so. Its CPU takes part, and the byte
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ from kvlink.plan import Piece, join_blocks, restage, spread
 from kvlink.transfers.transfer import get_checked
 from kvlink.transfers.views import accept_found
 from kvlink.wire import MAX_BLOCKS, CloseRead, Commit, Failed, Found, Message, Pong, Stage, Target
+
+_log = logging.getLogger(__name__)
 
 _MAX_LEASE_S = 3600.0
 """A room that its peer neither uses nor gives back goes back to the pool after this, or when the link ends."""
@@ -101,6 +104,9 @@ class StagingServer:
             answer = await (self._stage(link, message) if isinstance(message, Stage) else self._commit(link, message))
         except KVLinkError as exc:
             answer = Failed(message.seq, exc.status, str(exc)[:1000])
+        except Exception as exc:  # a fault of ours ends this detour, and not the cluster
+            _log.exception("a detour for cluster %d failed", link.peer)
+            answer = Failed(message.seq, StatusCode.LLM_FAILED, repr(exc)[:1000])
         finally:
             self._num_serving[link.incarnation] -= 1
             if not self._num_serving[link.incarnation]:
