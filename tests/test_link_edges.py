@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import anyio.to_thread
 import pytest
@@ -173,5 +175,30 @@ async def test_a_question_that_crosses_the_goodbye_is_answered(what: str) -> Non
         assert anyio.current_time() - started < 1
         assert not link.is_open
         assert pair.decoder.links == ()
+        pair.owner.deallocate_cache(theirs)
+        pair.reader.deallocate_cache(ours)
+
+
+@every_loop
+@pytest.mark.parametrize("what", ["slot", "ticket"])
+async def test_an_owner_that_has_lost_the_link_first_is_a_lost_link_and_not_a_lost_cache(what: str) -> None:
+    """It took its lease or ticket back while the bytes were read: what the reader is told is that the link is gone."""
+    async with linked_pair("shm", roles=MIX) as pair:
+        theirs = pair.owner.allocate_blocks_cache(DESC)
+        ours = pair.reader.allocate_blocks_cache(DESC)
+        endpoint, half = link_to(pair.decoder, P).endpoint, link_to(pair.prompt, D)
+        get = endpoint.get
+
+        async def cut(*arguments: Any) -> None:
+            half.lose(kv.LinkLostError("the cable was cut", peer=D))
+            await get(*arguments)
+
+        setattr(endpoint, "get", cut)  # noqa: B010  # mypy would refuse an assignment
+        with pytest.raises(kv.LinkLostError):
+            await (
+                pair.reader.pull_cache(kv.CacheKeyByIdAndIndex(P, theirs.cache_id, 1), ours)
+                if what == "slot"
+                else pair.reader.pull_blocks(pair.owner.offer_blocks(theirs, [1]).token, ours, [], [0])
+            )
         pair.owner.deallocate_cache(theirs)
         pair.reader.deallocate_cache(ours)

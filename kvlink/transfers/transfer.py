@@ -90,16 +90,21 @@ async def get_checked(link: Link, found: Found, extents: Sequence[Extent], nbyte
         CacheNotFoundError: the cache ended before all of it was read; the destination's contents are worthless.
         TransferTimeoutError, LinkLostError, TransportError: it ended early; `KVLinkError.interrupted` says with what.
     """
-    endpoint = link.endpoint
-    if nbytes <= endpoint.immediate_nbytes:
-        await _get_checked(endpoint, found, extents, nbytes, timeout_s=timeout_s, peer=link.peer)
-        return
-    in_flight = min(nbytes, endpoint.window_nbytes)
-    left_s = await link.nbytes.take(in_flight, timeout_s)
+    endpoint, in_flight = link.endpoint, 0
+    if nbytes > endpoint.immediate_nbytes:
+        in_flight = min(nbytes, endpoint.window_nbytes)
+        timeout_s = await link.nbytes.take(in_flight, timeout_s)
     try:
-        await _get_checked(endpoint, found, extents, nbytes, timeout_s=left_s, peer=link.peer)
+        await _get_checked(endpoint, found, extents, nbytes, timeout_s=timeout_s, peer=link.peer)
+    except CacheNotFoundError:
+        if found.lease:
+            # A lease ends with its link too, and perhaps the owner has lost that before us: then it does not answer.
+            with anyio.move_on_after(_VOUCH_S):
+                await link.ping()
+        raise
     finally:
-        link.nbytes.give(in_flight)
+        if in_flight:
+            link.nbytes.give(in_flight)
 
 
 async def _get_checked(
