@@ -378,10 +378,10 @@ class UcxEndpoint(Endpoint):
                 )
             )
             return
-        # Closing our endpoint fences no lane for certain, so `is_fenced_by_close` stays false. CMA and posix write with no
-        # part of ours; DC has one target for all peers; TCP may keep a closed endpoint for receiving; and RC, whose queue
-        # pair refuses writes once it is in error, gets there in some later turn, and may be connected to an endpoint that
-        # UCX made by itself because the two sides counted their connections differently.
+        # Closing our endpoint fences no lane for certain, so `is_fenced_by_close` stays false. CMA and posix write with
+        # no part of ours; DC has one target for all peers; TCP may keep a closed endpoint for receiving; and RC, whose
+        # queue pair refuses writes once it is in error, gets there in some later turn, and may be connected to an
+        # endpoint that UCX made by itself because the two sides counted their connections differently.
         self.capabilities = Capabilities(
             is_one_sided=self._services.is_one_sided and not set(lanes) <= _COPYING_LANES,
             is_same_host=self._pidfd is not None and set(lanes) <= _LOCAL_LANES,
