@@ -54,7 +54,9 @@ SAYS: Final[dict[str, list[str]]] = {
     "disaggregated_generation.py": [r"4 of 4 answers equal those of one undivided process"],
 }
 
-SLOW: Final = {"disaggregated_generation.py": [pytest.mark.slow, needs_model]}
+# `tests/test_demo.py` runs this one in every run.
+NOW_AND_THEN: Final = pytest.mark.skipif("KVLINK_STRESS" not in os.environ, reason="KVLINK_STRESS=1 runs it")
+SLOW: Final = {"disaggregated_generation.py": [pytest.mark.slow, needs_model, NOW_AND_THEN]}
 MAX_LINES: Final = {"pull_blocks.py": 59}
 """All others: 99."""
 
@@ -110,7 +112,7 @@ def test_example_runs_over_ucx_with_one_variable_set(monkeypatch: pytest.MonkeyP
 @pytest.mark.ucx
 @pytest.mark.slow
 @needs_model
-@pytest.mark.skipif("KVLINK_STRESS" not in os.environ, reason="KVLINK_STRESS=1 runs it")
+@NOW_AND_THEN
 def test_demo_runs_over_ucx_with_one_variable_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """``KVLINK_TRANSPORTS=ucx`` moves the blocks of the demo over UCX, and the answers stay the same."""
     need_ucx()
