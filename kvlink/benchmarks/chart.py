@@ -9,7 +9,19 @@ from typing import Final
 from kvlink.benchmarks.measuring import Line
 from kvlink.benchmarks.table import best_lines, system_of
 
-_COLOURS: Final = ("#0b6e4f", "#d1495b", "#3066be", "#e09f3e", "#7b5ea7", "#5f6b6d", "#2a9d8f", "#a23e48")
+_COLOURS: Final = (
+    "#0b6e4f",
+    "#d1495b",
+    "#3066be",
+    "#e09f3e",
+    "#7b5ea7",
+    "#5f6b6d",
+    "#2a9d8f",
+    "#a23e48",
+    "#111111",
+    "#8ab17d",
+    "#e76f51",
+)
 """Told apart by most colour-blind readers, and by their order from top to bottom by all."""
 
 _ROW: Final = 0.8

@@ -69,6 +69,8 @@ class ForeignMemory:
         self.address = address
         self.nbytes = nbytes
         self._pidfd = pidfd
+        self._piece: Vectors = np.zeros((2, 2), np.uint64)
+        self._piece_address = int(self._piece.ctypes.data)
 
     def __len__(self) -> int:
         return self.nbytes
@@ -112,6 +114,18 @@ class ForeignMemory:
             raise TransportError(
                 f"memory that process {self.pid} has registered is not all there: {why}", phase="transfer"
             )
+
+    def copy_piece(self, local: int, remote: int, nbytes: int, *, is_write: bool) -> bool:
+        """Copy one piece, by addresses; for one thread at a time.
+
+        Returns:
+            False where that could not be done: `copy` says why.
+        """
+        piece, address = self._piece, self._piece_address
+        piece[0, 0], piece[1, 0] = local, remote
+        piece[:, 1] = nbytes
+        call = _LIBC.process_vm_writev if is_write else _LIBC.process_vm_readv
+        return bool(call(self.pid, address, 1, address + 16, 1, 0) == nbytes) and self._is_alive()
 
     def _is_alive(self) -> bool:
         poller = select.poll()

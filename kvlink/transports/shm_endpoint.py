@@ -32,6 +32,10 @@ GONE = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError,
 _LARGE_NBYTES: Final = 16 * 1024 * 1024
 """Mappings of this size and more are not unmapped at once: 16 MiB take 1 ms."""
 
+_MIN_PIECE_NBYTES: Final = 4096
+"""A piece of memory that cannot be mapped is worth a system call of its own from here on: 2.5 us on the event loop, of
+which a movement of `Endpoint.immediate_nbytes` then takes 64 at most."""
+
 _NO_WORDS: Final = memoryview(b"").cast("Q")
 
 
@@ -133,7 +137,7 @@ class ShmEndpoint(Endpoint):
         region, offset, stride, peer_region, peer_offset, peer_stride, nbytes, num_rows = extent
         source = self._views.get(peer_region)
         if source is None:
-            return False
+            return self._copy_foreign_at_once(extent, is_write=False)
         own = self._local[region]
         if num_rows == 1:
             copy_row(own.view, offset, source, peer_offset, nbytes)
@@ -146,7 +150,7 @@ class ShmEndpoint(Endpoint):
         region, offset, stride, peer_region, peer_offset, peer_stride, nbytes, num_rows = extent
         target = self._views.get(peer_region)
         if target is None:
-            return False
+            return self._copy_foreign_at_once(extent, is_write=True)
         own = self._local[region]
         if num_rows == 1:
             copy_row(target, peer_offset, own.view, offset, nbytes)
@@ -333,6 +337,16 @@ class ShmEndpoint(Endpoint):
         if segment.nbytes >= _LARGE_NBYTES:
             self._copier.evict(segment.memory)
         segment.close()
+
+    def _copy_foreign_at_once(self, extent: ExtentFields, *, is_write: bool) -> bool:
+        """One system call for one piece; many small ones are better off with 1,024 of them in a call."""
+        region, offset, _, peer_region, peer_offset, _, nbytes, num_rows = extent
+        foreign = self._foreign.get(peer_region)
+        if foreign is None or num_rows != 1 or nbytes < _MIN_PIECE_NBYTES:
+            return False
+        return foreign.copy_piece(
+            self._local[region].address + offset, foreign.address + peer_offset, nbytes, is_write=is_write
+        )
 
     async def _copy_foreign(self, extents: Sequence[Extent], nbytes: int, *, is_write: bool) -> None:
         """Copy extents of which at least one is in memory that cannot be mapped, each group in its own way."""

@@ -543,3 +543,26 @@ async def test_large_registered_memory(transport: str) -> None:
         order = np.random.default_rng(5).permutation(600)
         await pair.reader.pull_blocks(KEY, into, order, range(600))
         expect(into.tensors, stamp, range(600), src_blocks=order.tolist())
+
+
+async def test_a_small_movement_is_one_system_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block of one tensor, pulled or pushed again: no list of pieces is made, and the bytes are right."""
+    key, desc = kv.BlocksCacheKey(P), kv.CacheDesc(1, (8, 4096), "uint8")
+    memory = np.arange(8 * 4096, dtype=np.int64).astype(np.uint8) + np.repeat(np.arange(8, dtype=np.uint8), 4096)
+    async with linked_pair("shm", roles=(kv.Role.MIX, kv.Role.MIX)) as pair:
+        cache = pair.owner.register_blocks_cache(desc, [memory], key)
+        own = pair.reader.allocate_blocks_cache(desc)
+        mine = own.tensors[0].reshape(8, 4096)
+        await pair.reader.pull_blocks(key, own, [0], [0])
+        await pair.reader.push_blocks(key, own, [0], [0])
+        with monkeypatch.context() as patch:
+            patch.setattr("kvlink.transports.shm_endpoint.cut_vectors", None)
+            report = await pair.reader.pull_blocks(key, own, [5], [3])
+            assert (report.done, report.nbytes) == ((3,), 4096)
+            assert np.array_equal(mine[3], memory[5 * 4096 : 6 * 4096])
+            mine[4] = 77
+            await pair.reader.push_blocks(key, own, [4], [7])
+            assert (memory[7 * 4096 :] == 77).all()
+        pair.owner.unregister_cache(cache)
+        with pytest.raises(kv.CacheNotFoundError):
+            await pair.reader.pull_blocks(key, own, [5], [3])
