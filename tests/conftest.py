@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -9,6 +10,12 @@ import pytest
 from tests.support.leaks import holdings, new_since
 
 _HAS_FAILED = pytest.StashKey[bool]()
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is there before the first test out of the garbage collector: each test ends with a whole collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
