@@ -86,10 +86,18 @@ class FarHost:
         """A file that names the namespace, for as long as this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def ip(self, *arguments: str) -> None:
-        """Run ``ip`` in it."""
+    def ip(self, *arguments: str) -> str:
+        """Run ``ip`` in it and return what it says."""
         done = subprocess.run([*self._enter, "ip", *arguments], capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+        return done.stdout
+
+    def wait_up(self) -> None:
+        """Return once its end of a cable says that it runs: the kernel lets up to a second pass, and UCX looks there."""
+        until = time.monotonic() + 5
+        while "state UP" not in self.ip("link", "show", "cable"):
+            assert time.monotonic() < until, "the cable does not come up"
+            time.sleep(0.02)
 
     def enter(self) -> None:
         """Move the calling thread into it."""
@@ -104,10 +112,12 @@ class Cable:
     """A veth pair between two hosts."""
 
     def __init__(self, near: FarHost, far: FarHost) -> None:
-        self._near = near
+        self._near, self._far = near, far
         near.ip("link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", far.path)
         for host in (near, far):
             _bring_up(host)
+        for host in (near, far):
+            host.wait_up()
 
     def cut(self) -> None:
         """Nothing passes from now on."""
@@ -116,6 +126,8 @@ class Cable:
     def mend(self) -> None:
         """All is as before."""
         self._near.ip("link", "set", "cable", "up")
+        for host in (self._near, self._far):
+            host.wait_up()
 
     def close(self) -> None:
         """Take it away."""
