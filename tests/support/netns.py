@@ -93,7 +93,7 @@ class FarHost:
         return done.stdout
 
     def wait_up(self) -> None:
-        """Return once its end of a cable says that it runs: the kernel lets up to a second pass, and UCX looks there."""
+        """Return once its end of a cable says that it runs: the kernel lets a second pass, and UCX looks there."""
         until = time.monotonic() + 5
         while "state UP" not in self.ip("link", "show", "cable"):
             assert time.monotonic() < until, "the cable does not come up"
