@@ -14,7 +14,7 @@ from typing import Final
 
 from kvlink.errors import ParameterTypeError, ParameterValueError
 from kvlink.geometry import Role, check_int
-from kvlink.ucxconfig import UcxConfig
+from kvlink.ucxconfig import BOOLEANS, UcxConfig
 
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*(B|KB|MB|GB|TB|KIB|MIB|GIB|TIB)?\s*", re.IGNORECASE | re.ASCII)
 _UNITS: Final = {
@@ -34,8 +34,6 @@ _MIN_SECRET_NBYTES: Final = 16
 _MAX_SECRET_NBYTES: Final = 4096
 _MAX_PATH_NBYTES: Final = 107
 """``sun_path`` has 108, the last one for a NUL."""
-
-_BOOLEANS: Final = {"1": True, "yes": True, "true": True, "0": False, "no": False, "false": False}
 
 
 def parse_nbytes(size: int | str, name: str = "size") -> int:
@@ -339,7 +337,7 @@ def _parse_setting(name: str, text: str) -> object:
     if name == "allowed_uids":
         return tuple(int(uid) for uid in text.split(","))
     if name.startswith(("is_", "has_", "allow_")):
-        return _BOOLEANS[text.lower()]
+        return BOOLEANS[text.lower()]
     return float(text) if name.endswith("_s") else int(text)
 
 

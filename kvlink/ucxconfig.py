@@ -15,7 +15,8 @@ from kvlink.errors import ParameterTypeError, ParameterValueError
 from kvlink.geometry import check_int
 
 PROVIDERS: Final = ("own", "ucxx", "ucx-py")
-_BOOLEANS: Final = {"1": True, "yes": True, "true": True, "0": False, "no": False, "false": False}
+BOOLEANS: Final = {"1": True, "yes": True, "true": True, "0": False, "no": False, "false": False}
+"""How a setting that is on or off is written in a variable of the environment, in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,7 @@ def _parse(name: str, text: str) -> object:
     if name in ("library_path", "progress", "provider"):
         return text
     if name.startswith("allow_"):
-        return _BOOLEANS[text.lower()]
+        return BOOLEANS[text.lower()]
     return float(text) if name.endswith("_s") else int(text)
 
 

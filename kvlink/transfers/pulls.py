@@ -163,13 +163,8 @@ class Puller:
         try:
             in_turn_s = await start(link, timeout_s)
             endpoint = link.endpoint
-            place = (key.model_id, entry.cache_id, src_layer_range, dst_layer_range, width)
-            pairing = link.pairings.get(place)
-            if pairing is None or not await is_current(endpoint, pairing.found, timeout_s=in_turn_s, peer=link.peer):
-                found = await find_cache(link, target_of(key), in_turn_s)
-                pairing = _pair(entry, ours, found, src_layer_range, width)
-                if not link.is_out_of_reach(pairing.remote):
-                    link.keep_pairing(place, pairing)
+            place = place_of_pull(key, cache, src_layer_range, dst_layer_range, width)
+            pairing = await self._pair(link, key, entry, ours, src_layer_range, width, place, in_turn_s)
             found, local, remote, num_tensors, theirs = pairing[:5]
             geometry = found.geometry
             if int(source.max()) >= geometry.num_slots:

@@ -44,7 +44,7 @@ class UcxTransport(Transport):
         self._config = config
         self._services: Services | None = None
         self._card = b""
-        self._version = (0, 0, 0)
+        self._version: tuple[int, int, int] = (0, 0, 0)
         self._words: Any = None
 
     async def start(self, tasks: TaskGroup) -> None:
@@ -74,7 +74,7 @@ class UcxTransport(Transport):
         except BaseException:
             worker.close()
             raise
-        self._version = tuple(context.library.version)  # type: ignore[assignment]
+        self._version = context.library.version
         self._card = pack_card(Card(self._version, context.address, Host.own()))
         self._services = Services(
             worker,
