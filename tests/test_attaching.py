@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
+from types import SimpleNamespace
 
 import anyio.to_thread
 import pytest
 
 import kvlink as kv
 from kvlink.memory.regions import POOL, STATE
+from kvlink.transports import shm_endpoint
 from kvlink.transports.shm_channel import SharedRegion
 from tests.support.stranger import Stranger, dial_channel, memfds, send_regions, token_of
 
@@ -43,3 +46,51 @@ async def test_what_is_shared_for_reading_cannot_be_written() -> None:
                     os.pwrite(fd, b"x", 0)
             finally:
                 os.close(fd)
+
+
+async def test_a_region_that_could_not_be_shared_is_shared_with_the_next_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An owner that is out of descriptors for a moment fails one push and says so; the next one goes through."""
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+
+    def dup(fd: int) -> int:
+        if failures:
+            raise failures.pop()
+        return os.dup(fd)
+
+    desc, key = kv.CacheDesc(1, (4, 64), "uint8"), kv.BlocksCacheKey(1)
+    async with (
+        kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="64KiB") as owner,
+        kv.Cluster(cluster_id=2, role=kv.Role.MIX, pool="64KiB") as writer,
+    ):
+        target = owner.kv_cache_manager.allocate_blocks_cache(desc, blocks_cache_key=key)
+        source = writer.kv_cache_manager.allocate_blocks_cache(desc)
+        source.tensors[0][...] = 7
+        (await writer.link_clusters([kv.ClusterInfo(1, owner.address)])).raise_for_status()
+        push = writer.kv_cache_manager.push_blocks
+        monkeypatch.setattr(shm_endpoint, "os", SimpleNamespace(dup=dup, close=os.close))
+        with pytest.raises(kv.TransferTimeoutError):
+            await push(key, source, [0], [0], timeout_s=0.1)
+        await push(key, source, [0], [0], timeout_s=5)
+        assert target.tensors[0][0].min() == 7
+    assert "Too many open files" in caplog.text
+
+
+async def test_a_fault_of_ours_while_a_peer_attaches_costs_that_peer_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The peer's attempt fails with a typed error, and the cluster goes on: the next attempt succeeds."""
+    for name in ("kvlink.transports.shm", "kvlink.links.table"):
+        caplog.set_level("CRITICAL", name)  # a traceback in a record would hold everything
+    async with (
+        kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="64KiB") as owner,
+        kv.Cluster(cluster_id=2, role=kv.Role.MIX, pool="64KiB") as peer,
+    ):
+        for place in ("_send_initial", "_check_bounds"):
+            with monkeypatch.context() as patch:
+                patch.setattr(shm_endpoint.ShmEndpoint, place, lambda *_: 1 // 0)
+                (result,) = (await peer.link_clusters([kv.ClusterInfo(1, owner.address)]))[1]
+                assert isinstance(result.error, kv.LinkError)
+        (await peer.link_clusters([kv.ClusterInfo(1, owner.address)])).raise_for_status()
+    del result

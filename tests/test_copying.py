@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlink.errors import ClosedError
+from kvlink.errors import ClosedError, TransportError
 from kvlink.memory import copying
 from kvlink.memory.copying import Copier, Copy, copy_now, copy_rows, cut, streaming_nbytes
 from kvlink.memory.pool import Bytes, Segment
@@ -803,6 +803,31 @@ def test_closing_during_a_run_fails_it_quietly(backend: str) -> None:
         assert later == []
         assert copy_threads() == []
 
+    run_on(backend, test)
+
+
+@on_every_loop
+def test_a_host_without_threads_to_give(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread at all is a typed error, one is enough, and closing works whatever was refused."""
+    start, given = threading.Thread.start, iter([False, True, False])
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name == "kvlink-copy" and not next(given, True):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def test() -> None:
+        copier = Copier(num_threads=2, inline_nbytes=0, chunk_nbytes=4096)
+        source, target = np.full(65536, 7, np.uint8), np.zeros(65536, np.uint8)
+        work = [Copy(target, 0, 0, source, 0, 0, 65536, 1)]
+        with pytest.raises(TransportError, match="thread"):
+            await copier.run(work, 65536)
+        await copier.run(work, 65536)
+        copier.close()
+        assert (target == 7).all()
+        assert not copy_threads()
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
     run_on(backend, test)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import anyio
 import numpy as np
 
-from kvlink.errors import ClosedError
+from kvlink.errors import ClosedError, TransportError
 from kvlink.loops import CallSoon, current_call_soon, until_set
 from kvlink.memory.pool import Bytes, depopulate, populate
 
@@ -249,6 +249,7 @@ class Copier:
         Raises:
             ValueError: a row lies outside its memory.
             ClosedError: the copier is closed.
+            TransportError: the host has no thread to give.
         """
         if nbytes <= self.inline_nbytes:
             copy_now(copies)
@@ -268,7 +269,13 @@ class Copier:
         done = anyio.Event()
         job = _Job(chunks, partial(_call, current_call_soon(), done.set))
         if not self._submit(job):
-            raise ClosedError("the cluster is closed; nothing is copied any more")
+            if self._is_closed:
+                raise ClosedError("the cluster is closed; nothing is copied any more")
+            raise TransportError(
+                "this host gives the process no thread to copy with; raise its limit (pids.max of the control group, "
+                "`ulimit -u`)",
+                phase="transfer",
+            )
         try:
             await done.wait()
         except BaseException:
@@ -393,8 +400,13 @@ class Copier:
                 return False
             while len(self._threads) < self._num_threads:
                 thread = threading.Thread(target=self._work, name="kvlink-copy", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the host has no more threads to give: one does, and next time it is tried anew
+                    break
                 self._threads.append(thread)
-                thread.start()
+            if not self._threads:
+                return False
             self._jobs.append(job)
             self._condition.notify_all()
         return True

@@ -158,6 +158,10 @@ class ShmTransport(Transport):
                 self._complaints.say("refused to share memory: %s", str(exc))
         except GONE:
             pass
+        except Exception as exc:  # a fault of ours costs this one handshake, and not the cluster
+            self._complaints.say("failed to share memory with process %d", channel.peer()[0], cause=exc)
+            if expectation is not None:
+                expectation.error = LinkError(f"sharing memory failed: {type(exc).__name__}: {exc}")
         finally:
             if expectation is not None:
                 expectation.settled.set()

@@ -6,7 +6,6 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -16,8 +15,8 @@ from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, LinkLostError, ProtocolError
 from kvlink.memory.copying import Copier, Copy, complete, copy_row, copy_rows, make_copy
 from kvlink.memory.pool import Bytes, Segment
-from kvlink.memory.regions import STATE, LocalMemory
-from kvlink.memory.stateregion import order_memory
+from kvlink.memory.regions import FIRST_REGISTERED, STATE, LocalMemory
+from kvlink.memory.stateregion import WORD_NBYTES, order_memory
 from kvlink.plan import Extent, ExtentFields, regions_of, total_nbytes
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.pidfd import PidfdWatch
@@ -35,6 +34,11 @@ _LARGE_NBYTES: Final = 16 * 1024 * 1024
 _MIN_PIECE_NBYTES: Final = 4096
 """A piece of memory that cannot be mapped is worth a system call of its own from here on: 2.5 us on the event loop, of
 which a movement of `Endpoint.immediate_nbytes` then takes 64 at most."""
+
+_MAX_MAPPED: Final = FIRST_REGISTERED
+_MAX_FOREIGN: Final = 65536
+_END_OF_MEMORY: Final = 2**63
+"""Bounds on what a peer may share: a process has few mappings, and no memory in the upper half of all addresses."""
 
 _NO_WORDS: Final = memoryview(b"").cast("Q")
 
@@ -60,6 +64,8 @@ class ShmEndpoint(Endpoint):
         self._views: dict[int, memoryview] = {}
         self._prefaults: dict[int, Callable[[], None]] = {}
         self._is_connected = False
+        self._lose: Callable[[KVLinkError], None] | None = None
+        self._failure: LinkLostError | None = None
         self._words = _NO_WORDS
         self._shared: dict[int, bool] = {}
         self._to_share: deque[tuple[int, bool]] = deque()
@@ -181,9 +187,13 @@ class ShmEndpoint(Endpoint):
     def connect(self, post: Callable[[Share], None], lose: Callable[[KVLinkError], None]) -> None:
         """Begin to enter the peer's pages into the page table: not before, so that the handshake need not wait for it.
 
-        The rest is not needed: descriptors travel over a channel of their own, whose end the link need not be told.
+        Nothing is posted: descriptors travel over a channel of their own. Its end in good order comes with that of the
+        link; but a link over which nothing can be shared any more is worth nothing.
         """
         self._is_connected = True
+        self._lose = lose
+        if self._failure is not None:
+            lose(self._failure)
         for number in self._segments:
             self._prefault(number)
 
@@ -247,16 +257,23 @@ class ShmEndpoint(Endpoint):
         except GONE:
             pass
         except Exception as exc:
-            # Nothing more can be trusted from there; what is mapped already stays valid until the link ends.
+            # Nothing more can be trusted from there, and whoever waits for a region would wait for nothing.
             _log.warning("closed a descriptor channel: %s", str(exc))
             self._channel.abort()
+            self._failure = LinkLostError(f"the peer's memory could not be taken over: {exc}; link again")
+            if self._lose is not None:
+                self._lose(self._failure)
 
     async def _send_shared(self) -> None:
         while not self._is_closed:
             while self._to_share:
                 region, for_writing = self._to_share.popleft()
-                with suppress(*GONE):
+                try:
                     await self._send([region], for_writing=for_writing)
+                except GONE as exc:
+                    self._shared.pop(region, None)  # the next lease asks anew: there may be descriptors again
+                    if not self._is_closed and isinstance(exc, OSError):
+                        _log.warning("could not share region %d with a peer: %s", region, str(exc))
             self._has_to_share = anyio.Event()
             await self._has_to_share.wait()
 
@@ -297,6 +314,7 @@ class ShmEndpoint(Endpoint):
         remaining = deque(descriptors)
         try:
             for region in regions:
+                self._check_bounds(region)
                 if not region.has_descriptor:
                     if self._pidfd is not None:
                         pid = self._channel.peer()[0]
@@ -322,6 +340,23 @@ class ShmEndpoint(Endpoint):
         finally:
             for fd in remaining:
                 os.close(fd)
+
+    def _check_bounds(self, region: SharedRegion) -> None:
+        """Refuse what no region of a peer can be.
+
+        Raises:
+            ProtocolError: it is too far up, too many, or no room for words.
+        """
+        if region.has_descriptor:
+            is_one_too_many = region.number not in self._segments and len(self._segments) >= _MAX_MAPPED
+        else:
+            is_one_too_many = region.number not in self._foreign and len(self._foreign) >= _MAX_FOREIGN
+        if (
+            is_one_too_many
+            or region.address + region.nbytes > _END_OF_MEMORY
+            or (region.number == STATE and region.nbytes % WORD_NBYTES)
+        ):
+            raise ProtocolError(f"a peer shares what cannot be one more region of its memory: {region}")
 
     def _prefault(self, number: int) -> None:
         if self._is_prefaulted:
