@@ -24,7 +24,7 @@ PACKAGE: Final = Path(__file__).parents[1] / "kvlink"
 LAYERS: Final[dict[int, tuple[str, ...]]] = {
     1: (
         *("errors", "config", "geometry", "keys", "stats", "report", "wire", "plan", "checks", "loops", "tokens"),
-        "credentials",
+        *("credentials", "handingover"),
         "ucxconfig",
         *("links.state", "transfers.layerconfig", "memory.hostmemory"),
     ),

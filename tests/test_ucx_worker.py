@@ -89,7 +89,7 @@ async def two_workers() -> AsyncIterator[TwoWorkers]:
             await worker.call(partial(context.library.api.ucp_mem_unmap, context.handle, region.handle))
     finally:
         for worker in workers:
-            worker.close()
+            await worker.aclose()
 
 
 async def test_a_put_that_was_stopped_ends_when_its_bytes_have_landed() -> None:

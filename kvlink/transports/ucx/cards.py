@@ -29,7 +29,7 @@ class Host(Struct, frozen=True, array_like=True):
 
     boot: Annotated[str, Meta(max_length=64)]
     namespace: Annotated[int, Meta(ge=0)]
-    pid: Annotated[int, Meta(ge=0)]
+    pid: Annotated[int, Meta(ge=0, lt=2**31)]
     started: Annotated[int, Meta(ge=0)]
 
     @classmethod

@@ -159,7 +159,11 @@ class Context:
         return made
 
     def arm(self) -> bool:
-        """Return whether `fd` will tell of the next event; False when there is something to do already."""
+        """Return whether `fd` will tell of the next event; False when there is something to do already.
+
+        Raises:
+            LinkError: UCX cannot say, now or ever: whoever came back at once would come back for ever.
+        """
         if not self._is_own:
             try:
                 os.eventfd_read(self.fd)
@@ -167,7 +171,10 @@ class Context:
                 return True
             return False
         status = self.library.api.ucp_worker_arm(self.worker)
-        return bool(status == ucp.OK)
+        if status == ucp.ERR_BUSY:
+            return False
+        self.library.check(status, "waiting for events")
+        return True
 
     def wake(self) -> None:
         """Make `fd` readable. From any thread."""

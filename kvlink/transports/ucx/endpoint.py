@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -39,7 +40,7 @@ from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.pieces import cut_pieces
 from kvlink.transports.ucx.registry import Registered
 from kvlink.transports.ucx.requests import ROW, Group, Transfer
-from kvlink.transports.ucx.services import Services
+from kvlink.transports.ucx.services import MAX_LOADS, Services
 from kvlink.wire import Share
 
 _log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class UcxEndpoint(Endpoint):
         self._is_copying = False
         self._is_closed = False
         self._closed = anyio.Event()
+        self._loads = anyio.Semaphore(MAX_LOADS, fast_acquire=True)
         self._post: Callable[[Share], None] | None = None
         self._lose: Callable[[KVLinkError], None] | None = None
         self.lanes: tuple[str, ...] = ()
@@ -122,11 +124,16 @@ class UcxEndpoint(Endpoint):
         await self._move(extents, nbytes, None, is_put=True)  # what was not flushed may never be seen
 
     async def load_word(self, word: int) -> int:
-        remote = self._remote.get(STATE)
-        if remote is None or self._is_closed or (word + 1) * WORD_NBYTES > remote.nbytes:
-            raise LinkLostError("the link has ended; link again", phase="settle")
+        async with self._loads:
+            return await self._load_word(word)
+
+    async def _load_word(self, word: int) -> int:
         words = self._services.words
         place = await words.take()
+        remote = self._remote.get(STATE)
+        if remote is None or self._is_closed or (word + 1) * WORD_NBYTES > remote.nbytes:
+            words.give_back(place)
+            raise LinkLostError("the link has ended; link again", phase="settle")
         try:
             transfer = Transfer(
                 self._connection,
@@ -354,13 +361,15 @@ class UcxEndpoint(Endpoint):
             keep=words,
         )
         transfer.finish = partial(self._wired, transfer)
-        self._worker.submit(transfer)
+        with suppress(ClosedError):  # then the link has been told, or the cluster is closing
+            self._worker.submit(transfer)
 
     def _wired(self, transfer: Transfer) -> None:
         if transfer.status != ucp.OK:
             self._give_up(transfer.status)
         elif not self._is_closed:
-            self._worker.ask(self._query_lanes)
+            with suppress(ClosedError):
+                self._worker.ask(self._query_lanes)
 
     def _query_lanes(self) -> None:
         """In a turn: find out what serves this endpoint."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from kvlink.errors import ClosedError, FeatureNotEnabledError, LinkError
 from kvlink.memory.regions import LocalMemory, LocalRegion
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.cards import pack_key
+from kvlink.transports.ucx.turns import call
 from kvlink.transports.ucx.worker import Worker
 
 
@@ -51,7 +53,9 @@ class Registry:
         self._local = local
         self._known: dict[int, Registered] = {}
         self._waiting: dict[int, list[Callable[[Registered | None, str], None]]] = {}
+        self._dropped: list[Registered] = []
         local.watchers.append(self._forget)
+        worker.at_end(self._undo)
 
     def get(self, number: int) -> Registered | None:
         """Return a region that is registered already."""
@@ -139,18 +143,17 @@ class Registry:
         context = self._worker.context
         context.library.api.ucp_mem_unmap(context.handle, registered.handle)
 
-    async def aclose(self) -> None:
-        """Undo every registration. Idempotent."""
+    def close(self) -> None:
+        """Heed the regions no more; the registrations are undone when the worker ends. Idempotent."""
         with suppress(ValueError):
             self._local.watchers.remove(self._forget)
+
+    def _undo(self) -> None:
+        """Undo every registration: nothing is in flight any more."""
         known, self._known = self._known, {}
-
-        def unmap_all() -> None:
-            for registered in known.values():
-                self.unmap(registered)
-
-        if known:
-            await self._worker.call(unmap_all)
+        for registered in (*known.values(), *self._dropped):
+            self.unmap(registered)
+        self._dropped.clear()
 
     def _settle(self, number: int, made: Registered | None, reason: str) -> None:
         waiting = self._waiting.pop(number, [])
@@ -161,7 +164,7 @@ class Registry:
                 self._drop(made)
                 made, reason = None, f"region {number} is not there any more"
         for then in waiting:
-            then(made, reason)
+            call(partial(then, made, reason))
 
     def _forget(self, number: int) -> None:
         registered = self._known.pop(number, None)
@@ -169,5 +172,7 @@ class Registry:
             self._drop(registered)
 
     def _drop(self, registered: Registered) -> None:
-        with suppress(ClosedError):
+        try:
             self._worker.do(lambda: self.unmap(registered))
+        except ClosedError:
+            self._dropped.append(registered)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import anyio
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,10 @@ from kvlink.transports.ucx.registry import Registered, Registry
 from kvlink.transports.ucx.worker import Worker
 from kvlink.ucxconfig import UcxConfig
 
-_NUM_WORDS = 512
+_NUM_WORDS: Final = 4096
+
+MAX_LOADS: Final = 128
+"""Over one endpoint at a time: a peer that answers none of them takes no more places from the others."""
 
 
 class Words:

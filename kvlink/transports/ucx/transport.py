@@ -7,15 +7,14 @@ is given to UCX before the versions were found to fit. Regions follow over the l
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
-from typing import Any
 
-import anyio
-import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from kvlink.config import ClusterConfig
 from kvlink.errors import ClosedError, LinkError
+from kvlink.handingover import make_in_thread
 from kvlink.loops import current_call_soon
 from kvlink.memory.regions import HOST_POOL, POOL, STATE, LocalMemory
 from kvlink.transports.base import Endpoint, Offer, Transport
@@ -25,7 +24,7 @@ from kvlink.transports.ucx.context import Context
 from kvlink.transports.ucx.endpoint import UcxEndpoint
 from kvlink.transports.ucx.library import ONE_SIDED
 from kvlink.transports.ucx.providers import find_handles
-from kvlink.transports.ucx.registry import Registry
+from kvlink.transports.ucx.registry import Registered, Registry
 from kvlink.transports.ucx.services import Services, Words
 from kvlink.transports.ucx.worker import Worker
 
@@ -45,7 +44,6 @@ class UcxTransport(Transport):
         self._services: Services | None = None
         self._card = b""
         self._version: tuple[int, int, int] = (0, 0, 0)
-        self._words: Any = None
 
     async def start(self, tasks: TaskGroup) -> None:
         """See `Transport.start`.
@@ -55,31 +53,40 @@ class UcxTransport(Transport):
         """
         config = self._config.ucx
         if config.provider == "own":
-            context = await anyio.to_thread.run_sync(Context.create, config)
+            context = await make_in_thread(partial(Context.create, config), Context.close)
         else:
             context = Context.adopt(find_handles(config.provider), config)
-        worker = Worker(context, max_requests=config.max_requests, max_inflight_nbytes=config.max_inflight_nbytes)
-        has_thread = config.progress == "thread"
-        worker.start(current_call_soon(), has_thread=has_thread)
-        if not has_thread:
-            tasks.start_soon(worker.run_in_loop)
-        registry = Registry(worker, self._local)
         try:
-            memory = Words.make_memory()
-            registered = await worker.call(lambda: registry.map(Words.region_of(memory)))
-            self._words = registered
+            worker = Worker(context, max_requests=config.max_requests, max_inflight_nbytes=config.max_inflight_nbytes)
+        except BaseException:
+            context.close()
+            raise
+        try:
+            has_thread = config.progress == "thread"
+            worker.start(current_call_soon(), has_thread=has_thread)
+            if not has_thread:
+                tasks.start_soon(worker.run_in_loop)
+            registry = Registry(worker, self._local)
+            words = Words.make_memory()
+
+            def map_words() -> Registered:
+                made = registry.map(Words.region_of(words))
+                worker.at_end(partial(registry.unmap, made))
+                return made
+
+            registered = await worker.call(map_words)
             first = tuple(number for number in (POOL, HOST_POOL) if number in self._local)
             for number in (STATE, *first):
                 await registry.ensure(number)
         except BaseException:
-            worker.close()
+            await worker.aclose()
             raise
         self._version = context.library.version
         self._card = pack_card(Card(self._version, context.address, Host.own()))
         self._services = Services(
             worker,
             registry,
-            Words(memory, registered),
+            Words(words, registered),
             config,
             is_one_sided=context.library.version[:2] >= ONE_SIDED,
             first_regions=first,
@@ -108,10 +115,8 @@ class UcxTransport(Transport):
         services, self._services = self._services, None
         if services is None:
             return
-        worker, words = services.worker, self._words
-        await services.registry.aclose()
-        await worker.call(lambda: services.registry.unmap(words))
-        worker.close()
+        services.registry.close()
+        await services.worker.aclose()
 
     async def _attach(self, sealed: bytes) -> UcxEndpoint:
         services = self._services
@@ -122,6 +127,14 @@ class UcxTransport(Transport):
         worker, connection = services.worker, WorkerEndpoint()
         try:
             await worker.call(partial(worker.open_endpoint, connection, card.address))
+            return UcxEndpoint(services, connection, self._card, card.host.open_pidfd())
         except ClosedError as exc:
             raise LinkError("UCX is closed") from exc
-        return UcxEndpoint(services, connection, self._card, card.host.open_pidfd())
+        except BaseException:  # cancelled, it may be open by now
+            with suppress(ClosedError):
+                worker.close_endpoint(connection, _nothing)
+            raise
+
+
+def _nothing() -> None:
+    """Nobody waits for the end of an endpoint that was not wanted after all."""

@@ -28,8 +28,9 @@ from typing import Any, Final
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 
-from kvlink.errors import ClosedError
+from kvlink.errors import ClosedError, FeatureNotEnabledError
 from kvlink.loops import CallSoon, until_set
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.connection import WorkerEndpoint
@@ -67,7 +68,10 @@ class Worker(Turns):
         self._lock = threading.Lock()
         self._is_ending = False
         self._is_quiet = True
+        self._is_left = False
         self._thread: threading.Thread | None = None
+        self._at_end: list[Callable[[], None]] = []
+        self._ended = anyio.Event()
 
     def start(self, call_soon: CallSoon, *, has_thread: bool) -> None:
         """Begin to turn.
@@ -75,11 +79,22 @@ class Worker(Turns):
         Args:
             call_soon: makes the event loop call something.
             has_thread: else `run_in_loop` must run.
+
+        Raises:
+            FeatureNotEnabledError: the host has no thread to give.
         """
         self._call_soon = call_soon
         if has_thread:
-            self._thread = threading.Thread(target=self._run, name="kvlink-ucx", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvlink-ucx", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                self._ended.set()
+                raise FeatureNotEnabledError(
+                    "this host gives the process no thread for UCX; raise its limit (pids.max of the control group, "
+                    "`ulimit -u`), or set UcxConfig.progress to 'loop'"
+                ) from exc
+            self._thread = thread
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Call `function` in a turn and return, or raise, what it does. Once asked for it is waited for."""
@@ -137,15 +152,18 @@ class Worker(Turns):
             self.submit(transfer)
             return False
         try:
-            self._begin(transfer)
-            until = perf_counter() + _ASSIST_S
-            while not transfer.has_ended and perf_counter() < until:
-                self._turn()
-            if not transfer.has_ended:
-                transfer.finish = finish
-            self._deliver()
-        finally:
-            self._lock.release()
+            try:
+                self._begin(transfer)
+                until = perf_counter() + _ASSIST_S
+                while not transfer.has_ended and perf_counter() < until:
+                    self._turn()
+                if not transfer.has_ended:
+                    transfer.finish = finish
+                self._deliver()
+            finally:
+                self._lock.release()
+        except Exception:
+            self._give_up()
         if not transfer.has_ended:
             self._wake()
         return transfer.has_ended
@@ -183,15 +201,18 @@ class Worker(Turns):
         if not self._take_turns():
             return False
         try:
-            self._begin(transfer)
-            until = perf_counter() + HOPE_S
-            while not transfer.has_ended:
-                self._turn()
-                if perf_counter() > until:
-                    self._close_now(transfer.endpoint)
-            self._deliver()
-        finally:
-            self._lock.release()
+            try:
+                self._begin(transfer)
+                until = perf_counter() + HOPE_S
+                while not transfer.has_ended:
+                    self._turn()
+                    if perf_counter() > until:
+                        self._close_now(transfer.endpoint)
+                self._deliver()
+            finally:
+                self._lock.release()
+        except Exception:
+            self._give_up()
         return True
 
     def stop(self, transfer: Transfer) -> None:
@@ -210,16 +231,20 @@ class Worker(Turns):
         self.ask(close)
 
     async def run_in_loop(self) -> None:
-        """Turn the worker from a task of the event loop, until `close`; cancelling it does not end it."""
+        """Turn the worker from a task of the event loop, until `aclose`; cancelling it does not end it."""
         with anyio.CancelScope(shield=True):
             try:
-                while not self._is_over():
+                while not self._has_no_more_turns():
                     until = perf_counter() + _LOOP_TURNS_S
                     is_busy = True
                     while is_busy and perf_counter() < until:
                         with self._lock:
-                            is_busy = self._turn() or not self.context.arm()
+                            is_busy = self._turn()
                             self._deliver()
+                            if not is_busy:
+                                if self._has_no_more_turns():
+                                    return
+                                is_busy = not self.context.arm()
                     if is_busy:
                         await anyio.lowlevel.checkpoint()
                     else:
@@ -227,24 +252,56 @@ class Worker(Turns):
                             await anyio.wait_readable(self.context.fd)
             except Exception:
                 self._give_up()
-                return
-        self.context.close()
+            finally:
+                self._ended.set()
 
-    def close(self) -> None:
-        """End the turns and give the worker up; endpoints should have been closed. Waits for the thread, some ms."""
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Have `function` called when nothing is in flight any more, before the worker is given up; in any thread.
+
+        It is not called where UCX does not end what is in flight: then it may still need what would be undone.
+        """
+        self._at_end.append(function)
+
+    async def aclose(self) -> None:
+        """End the turns and give the worker up; endpoints should have been closed. Bounded. Idempotent.
+
+        Cancellation: it is ended all the same.
+        """
         if self._is_ending:
+            await until_set(self._ended, patience_s=_JOIN_S, hurry=self._ended.set)
             return
         self.ask(self._close_all)
         self._is_ending = True
         self.context.wake()
-        if self._thread is not None:
-            self._thread.join(_JOIN_S)
-        elif not self._is_broken:
-            return  # `run_in_loop` gives the worker up when it ends
-        if not self._is_quiet or (self._thread is not None and self._thread.is_alive()):
-            _log.error("UCX does not end what is in flight; its worker and its memory stay until this process ends")
-        else:
+        try:
+            await until_set(self._ended, patience_s=_JOIN_S, hurry=self._leave)
+        finally:
+            await self._end_for_good()
+
+    async def _end_for_good(self) -> None:
+        """Give everything up, in a thread: unpinning memory and closing devices take their time."""
+
+        def end() -> None:
+            if self._thread is not None:
+                self._thread.join()  # it has said that it ends
+            while self._at_end:
+                call(self._at_end.pop())
             self.context.close()
+            has_ended.append(True)
+
+        has_ended: list[bool] = []
+        if self._is_quiet and not self._is_left:
+            with anyio.move_on_after(_JOIN_S, shield=True):
+                await anyio.to_thread.run_sync(end, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+        if not has_ended:
+            _log.error("UCX does not end what is in flight; its worker and its memory stay until this process ends")
+            _given_up.append(self)
+
+    def _leave(self) -> None:
+        """Wait no more for turns that do not end."""
+        self._is_left = True
+        self.context.wake()
+        self._ended.set()
 
     def _check_works(self) -> None:
         self._check_open()
@@ -266,7 +323,9 @@ class Worker(Turns):
             return False
         return self._lock.acquire(timeout=_PATIENCE_S)
 
-    def _is_over(self) -> bool:
+    def _has_no_more_turns(self) -> bool:
+        if self._is_broken or self._is_left:
+            return True
         return self._is_ending and not (self._active or self._closing or self._asked or self._arrived)
 
     def _longest_sleep_s(self) -> float:
@@ -280,16 +339,22 @@ class Worker(Turns):
         try:
             while True:
                 with self._lock:
+                    if self._is_broken or self._is_left:
+                        return
                     is_busy = self._turn()
                     self._deliver()
                     if not is_busy:
-                        if self._is_over():
+                        if self._has_no_more_turns():
                             return
                         is_busy = not self.context.arm()
                 if not is_busy:
                     poller.poll(self.context.longest_sleep_ms if self._active or self._closing else None)
         except BaseException:
             self._give_up()
+        finally:
+            assert self._call_soon is not None
+            with suppress(RuntimeError):  # the loop has been closed: nobody waits
+                self._call_soon(self._ended.set)
 
     def _give_up(self) -> None:
         """A turn has failed; there will be no other."""

@@ -1,0 +1,277 @@
+"""A UCX that is started and ended, on good days and bad ones: nothing stays behind, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+
+import kvlink as kv
+from tests.support.loops import asyncio_and_uvloop, every_loop
+from tests.support.pair import pair
+from tests.support.ucx import need_ucx
+
+pytestmark = pytest.mark.ucx
+
+PROGRESS = pytest.mark.parametrize("progress", ["thread", "loop"])
+
+
+def settings(progress: str = "thread") -> kv.ClusterConfig:
+    """Return settings of a cluster that uses nothing but UCX."""
+    return kv.ClusterConfig(transports=("ucx",), ucx=kv.UcxConfig(progress=progress))
+
+
+def cluster(progress: str = "thread") -> kv.Cluster:
+    """Return such a cluster."""
+    return kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="64KiB", config=settings(progress))
+
+
+@pytest.fixture
+def registrations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Give the registrations that were made and not undone; at the end there must be none."""
+    need_ucx()
+    from kvlink.transports.ucx.registry import Registry
+
+    there: list[Any] = []
+    do_map, do_unmap = Registry.map, Registry.unmap
+
+    def note_map(registry: Registry, region: Any) -> Any:
+        there.append(do_map(registry, region))
+        return there[-1]
+
+    def note_unmap(registry: Registry, registered: Any) -> None:
+        there.remove(registered)
+        do_unmap(registry, registered)
+
+    monkeypatch.setattr(Registry, "map", note_map)
+    monkeypatch.setattr(Registry, "unmap", note_unmap)
+    yield there
+    assert not there
+
+
+@every_loop
+@PROGRESS
+async def test_a_cluster_that_did_nothing_closes(progress: str, registrations: list[Any]) -> None:
+    """In either way of progress: nothing is in flight, and so there is nothing to wait for."""
+    with anyio.fail_after(5):
+        async with cluster(progress):
+            assert len(registrations) == 3
+
+
+@every_loop
+@PROGRESS
+async def test_a_start_that_fails_leaves_nothing(
+    progress: str, registrations: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registration is refused after others were made: a typed error, and those are undone."""
+    from kvlink.transports.ucx.registry import Registry
+
+    note_map = Registry.map
+
+    def refuse_third(registry: Registry, region: Any) -> Any:
+        if len(registrations) == 2:
+            raise kv.LinkError("no more memory can be registered")
+        return note_map(registry, region)
+
+    monkeypatch.setattr(Registry, "map", refuse_third)
+    with pytest.raises(kv.FeatureNotEnabledError, match="no more memory"), anyio.fail_after(5):
+        await cluster(progress).__aenter__()
+
+
+@asyncio_and_uvloop
+@pytest.mark.parametrize("step", ["context", "words", "pool"])
+async def test_a_start_that_asyncio_cancels_leaves_nothing(
+    step: str, registrations: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the context is being made, or a registration: whatever comes of it is given back."""
+    from kvlink.transports.ucx.context import Context
+    from kvlink.transports.ucx.registry import Registry
+
+    may_go_on, is_there = threading.Event(), threading.Event()
+    place = {"words": 0, "pool": 2}.get(step)
+    note_map, create = Registry.map, Context.create
+
+    def stop_here() -> None:
+        is_there.set()
+        assert may_go_on.wait(10)
+
+    def slow_map(registry: Registry, region: Any) -> Any:
+        if len(registrations) == place:
+            stop_here()
+        return note_map(registry, region)
+
+    def slow_create(config: kv.UcxConfig) -> Context:
+        if place is None:
+            stop_here()
+        return create(config)
+
+    async def start() -> None:
+        async with cluster():
+            pytest.fail("it was cancelled")
+
+    monkeypatch.setattr(Registry, "map", slow_map)
+    monkeypatch.setattr(Context, "create", slow_create)
+    starting = asyncio.get_running_loop().create_task(start())
+    await anyio.to_thread.run_sync(is_there.wait)
+    starting.cancel()
+    await asyncio.sleep(0)
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError), anyio.fail_after(5):
+        await starting
+
+
+async def test_a_host_without_a_thread_to_give(registrations: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typed error at once, and nothing stays."""
+    start = threading.Thread.start
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if thread.name == "kvlink-ucx":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    with pytest.raises(kv.FeatureNotEnabledError, match="no thread"), anyio.fail_after(2):
+        await cluster().__aenter__()
+    assert not registrations
+
+
+@every_loop
+@PROGRESS
+async def test_a_worker_that_cannot_be_waited_for_ends_its_links(
+    progress: str, registrations: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """``ucp_worker_arm`` fails: that is no reason to come back for ever; the cluster moves nothing more, and closes."""
+
+    class Broken:
+        """Of libucp, all but one function."""
+
+        def __init__(self, api: Any) -> None:
+            self.api = api
+
+        def ucp_worker_arm(self, worker: object) -> int:
+            return -3  # UCS_ERR_IO_ERROR
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.api, name)
+
+    with anyio.fail_after(10):
+        async with cluster(progress) as here:
+            worker = here._transports[0]._services.worker  # type: ignore[attr-defined]
+            library = worker.context.library
+            broken = type(library)(
+                **{
+                    name: Broken(library.api) if name == "api" else getattr(library, name)
+                    for name in type(library).__slots__
+                }
+            )
+            worker.context.library = broken
+            worker.ask(lambda: None)
+            with anyio.fail_after(3):
+                await worker._ended.wait()
+            assert worker._is_broken
+    assert "waiting for events" in caplog.text
+
+
+@every_loop
+@PROGRESS
+async def test_closing_is_bounded_where_ucx_ends_nothing(
+    progress: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is closed never is: the cluster closes all the same, in time, and without holding the loop."""
+    need_ucx()
+    from kvlink.transports.ucx import worker as module
+
+    monkeypatch.setattr(module, "_JOIN_S", 0.3)
+    monkeypatch.setattr(module, "_given_up", [])
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            before = anyio.current_time()
+            await anyio.sleep(0.01)
+            longest = max(longest, anyio.current_time() - before)
+
+    ucx: Any = None
+    async with anyio.create_task_group() as tasks:
+        with anyio.fail_after(5):
+            async with cluster(progress) as here:
+                ucx = here._transports[0]._services.worker  # type: ignore[attr-defined]
+                monkeypatch.setattr(ucx, "_has_no_more_turns", lambda: ucx._is_left)
+                tasks.start_soon(watch)
+        tasks.cancel_scope.cancel()
+    assert longest < 0.2
+    assert "does not end what is in flight" in caplog.text
+    if ucx._thread is not None:  # and now it may
+        ucx._thread.join(5)
+    while ucx._at_end:
+        ucx._at_end.pop()()
+    ucx.context.close()
+
+
+@every_loop
+@pytest.mark.parametrize("way", ["try_now", "finish_now"])
+async def test_turns_that_fail_in_the_callers_hands_end_the_transfer(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A small pull that makes its turns itself, and a fault of ours in one: typed, quiet, and the link is lost."""
+    need_ucx()
+    caplog.set_level(60, "kvlink.transports.ucx.worker")  # the traceback in a record would hold everything
+    with anyio.fail_after(20):
+        async with pair(config={"transports": ["ucx"]}, owner_config={"transports": ["ucx"]}) as p:
+            await p.warm_up()
+            link, worker = p.link, p.link.endpoint._worker  # type: ignore[attr-defined]
+            if way == "try_now":
+                p.link.endpoint._is_copying = False  # type: ignore[attr-defined]
+            monkeypatch.setattr(worker, "_look_at", lambda _: 1 // 0)
+            with pytest.raises(kv.KVLinkError), anyio.fail_after(5):
+                await p.pull([1, 3], [1, 3])
+            assert p.cache.is_quiet()
+            assert not worker._active
+            with anyio.fail_after(5):
+                await link.closed.wait()
+            assert worker._is_broken
+
+
+async def test_a_peer_that_answers_no_load_takes_few_places_from_the_others() -> None:
+    """However many words of it are asked for, a word of somebody else's is loaded at once."""
+    need_ucx()
+    from kvlink.transports.ucx.services import MAX_LOADS
+
+    async with pair(config={"transports": ["ucx"]}, owner_config={"transports": ["ucx"]}) as p:
+        await p.warm_up()
+        endpoint: Any = p.link.endpoint
+        words, never = endpoint._services.words, anyio.Event()
+        num_free = len(words._free)
+
+        async def wait(*_: object, **__: object) -> None:
+            await never.wait()
+
+        endpoint._run = wait
+        async with anyio.create_task_group() as tasks:
+            for _ in range(10 * MAX_LOADS):
+                tasks.start_soon(endpoint.load_word, 0)
+            await anyio.wait_all_tasks_blocked()
+            assert num_free - len(words._free) == MAX_LOADS
+            assert len(words._free) > 30 * MAX_LOADS - 2 * MAX_LOADS
+            tasks.cancel_scope.cancel()
+        assert len(words._free) == num_free
+        del endpoint._run
+
+
+async def test_whoever_waits_for_a_registration_hears_of_it_whatever_others_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One of those who are told of a registration fails: the others are told."""
+    need_ucx()
+    async with cluster() as here:
+        registry = here._transports[0]._services.registry  # type: ignore[attr-defined]
+        caplog.set_level("CRITICAL", "kvlink.transports.ucx.turns")
+        with anyio.fail_after(5):
+            registry._known.pop(0)  # as if nobody had asked yet
+            registry.register(0, lambda made, reason: 1 // 0)
+            assert await registry.ensure(0)
