@@ -157,7 +157,9 @@ class Cluster(LinkCalls):
                 inline_nbytes=config.inline_nbytes,
                 chunk_nbytes=config.chunk_nbytes,
             )
-            self._transports = [self._make_transport(name) for name in choose_transports(config)]
+            names = choose_transports(config)
+            store.takes_cuda = "ucx" in names and config.ucx.allow_cuda
+            self._transports = [self._make_transport(name) for name in names]
             if self._wrap_transport is not None:
                 self._transports = [self._wrap_transport(transport) for transport in self._transports]
             for transport in self._transports:

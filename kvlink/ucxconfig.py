@@ -26,7 +26,7 @@ class UcxConfig:
     Args:
         transports: UCX's own names, such as ``("rc", "cma")``; None for what serves get and put without the peer's
             help: ``posix`` and ``cma`` for one host, ``rc``, ``dc`` and ``ud`` where there are RDMA devices, ``tcp``
-            where `allow_tcp` is set.
+            where `allow_tcp` is set, and `cuda` where `allow_cuda` is.
         devices: network devices and ports to use, such as ``("mlx5_0:1",)``; empty for all.
         rails: devices that share one large get or put; 0 for UCX's own choice, which is 1.
         keepalive_s: how often an idle peer is looked after; a peer that does not answer is lost.
@@ -34,6 +34,10 @@ class UcxConfig:
         gid_index: of RoCE ports, None for UCX's own choice.
         allow_tcp: let UCX imitate get and put over TCP. For tests and trials only: it is slow, it needs the peer's
             help, anybody who can connect can read and write the memory, and a peer that dies can take the other down.
+        allow_cuda: let UCX use CUDA in this process, so that caches in device memory can be registered and moved: with
+            GPUDirect RDMA between hosts, with CUDA IPC between two processes of one host. It needs an NVIDIA driver and
+            a UCX of 1.21 or later that was built with CUDA; a cluster that lacks one of them does not start. Written
+            after UCX's source, and not yet proved on hardware.
         library_path: the libucp to use, a file or a soname; None for the search order of `kvlink doctor`.
         progress: ``"thread"`` moves bytes in a thread; ``"loop"`` in the event loop, for RDMA, where the device copies.
         provider: whose context and worker are used: ``"own"``, or those that ``"ucxx"`` or ``"ucx-py"`` have made
@@ -53,6 +57,7 @@ class UcxConfig:
     traffic_class: int | None = None
     gid_index: int | None = None
     allow_tcp: bool = False
+    allow_cuda: bool = False
     library_path: str | None = None
     progress: str = "thread"
     provider: object = "own"
@@ -88,13 +93,18 @@ class UcxConfig:
                 raise ParameterTypeError(f"ucx.{name} must be a number of seconds, got {value!r}")
             if not 0.001 <= value <= 3600:
                 raise ParameterValueError(f"ucx.{name} must be between 0.001 and 3600 seconds, got {value!r}")
-        for name in ("allow_tcp", "allow_version_mismatch"):
+        for name in ("allow_tcp", "allow_cuda", "allow_version_mismatch"):
             if not isinstance(getattr(self, name), bool):
                 raise ParameterTypeError(f"ucx.{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.progress, str) or self.progress not in ("thread", "loop"):
             raise ParameterValueError(f"ucx.progress must be 'thread' or 'loop', got {self.progress!r}")
         if self.progress == "loop" and self.provider != "own":
             raise ParameterValueError("ucx.progress must be 'thread' with the worker of another provider")
+        if self.allow_cuda and (self.allow_tcp or self.provider != "own" or self.progress != "thread"):
+            raise ParameterValueError(
+                "ucx.allow_cuda needs ucx.provider 'own', ucx.progress 'thread', and ucx.allow_tcp off, for nothing of "
+                "a device's memory is imitated"
+            )
         if self.library_path is not None and not _is_word(self.library_path):
             raise ParameterTypeError(f"ucx.library_path must be a path or None, got {self.library_path!r}")
         if isinstance(self.provider, str) and self.provider not in PROVIDERS:

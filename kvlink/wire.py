@@ -112,6 +112,8 @@ class Ready(Struct, frozen=True, tag="ready", kw_only=True):
 class Share(Struct, frozen=True, tag="share", kw_only=True):
     """You may address `nbytes` of my memory at `address` as region `region`, with `key`; or not, for `reason`.
 
+    The memory may be a device's, which not every way of moving bytes reaches.
+
     For transports that have no channel of their own for this.
     """
 
@@ -120,6 +122,7 @@ class Share(Struct, frozen=True, tag="share", kw_only=True):
     address: UInt64
     key: Annotated[bytes, Meta(max_length=8192)]
     reason: Text = ""
+    is_on_device: bool = False
 
 
 class Target(Struct, frozen=True):

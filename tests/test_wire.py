@@ -97,6 +97,7 @@ FIELDS: Final[dict[type, dict[str, st.SearchStrategy[Any]]]] = {
         "address": UINT64,
         "key": st.binary(max_size=100),
         "reason": TEXT,
+        "is_on_device": st.booleans(),
     },
     LookUp: {"seq": UINT64, "target": TARGETS},
     OpenRead: {"seq": UINT64, "target": TARGETS, "lease_s": st.floats(0, 1e9, exclude_min=True)},

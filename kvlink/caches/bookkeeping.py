@@ -101,8 +101,9 @@ class CacheBookkeeping:
         Args:
             desc: what it is.
             buffers: one per tensor, each of ``desc.tensor_nbytes`` bytes, C-contiguous and writable: numpy arrays,
-                torch CPU tensors, anything with the buffer protocol, ``__array_interface__`` or DLPack. No two may
-                overlap.
+                torch CPU tensors, anything with the buffer protocol, ``__array_interface__`` or DLPack; or all of them
+                in the memory of one CUDA device: torch CUDA tensors of any dtype, ``__cuda_array_interface__`` or
+                DLPack. No two may overlap.
             cache_keys: as for `allocate_cache`; pulls never release them.
 
         Ownership: the memory stays yours and is used in place. It is kept alive and locked against resizing until
@@ -111,9 +112,18 @@ class CacheBookkeeping:
         Peers of the same host reach it with ``process_vm_readv`` and ``process_vm_writev``, which the kernel must
         allow; where it does not, their calls raise `FeatureNotEnabledError` and say what to do.
 
+        CUDA memory is moved by UCX alone, with `UcxConfig.allow_cuda` on both sides: over a link of another transport,
+        and where UCX has no way, calls of either side raise `FeatureNotEnabledError`, and no detour is taken. kvlink
+        waits for no stream. Before a peer may pull, and before a push of ours, what writes the source blocks must have
+        ended on the device (``torch.cuda.synchronize``, or an event that was waited for). When a pull has returned, or
+        a peer was told of a push, the bytes are there for all that is submitted to the device from then on; a kernel
+        that runs already may see old ones. The memory is kept alive, and not locked; `KvCache.tensors` are the objects
+        that were registered, and copies within a cluster are the framework's.
+
         Raises:
             ParameterError: a buffer does not fit, or a key is bound already; nothing is registered.
-            FeatureNotEnabledError: a buffer is in an accelerator's memory.
+            FeatureNotEnabledError: a buffer is in memory that no transport of this cluster reaches; the message says
+                what to set.
 
         Source: the spec, section 9.1.
         """

@@ -10,10 +10,10 @@ from kvlink.caches.kvcache import KvCache
 from kvlink.caches.store import CacheStore
 from kvlink.caches.table import CacheEntry
 from kvlink.checks import check_blocks
-from kvlink.errors import MismatchError, ParameterError, ParameterTypeError, shown
+from kvlink.errors import FeatureNotEnabledError, MismatchError, ParameterError, ParameterTypeError, shown
 from kvlink.geometry import Placement, TensorRun
 from kvlink.memory.copying import Copier, Copy
-from kvlink.memory.regions import LocalRegion
+from kvlink.memory.regions import LocalRegion, Region
 from kvlink.plan import Extent, Piece, join_blocks, spread
 
 _BUFFER = -1
@@ -36,7 +36,7 @@ class LocalCopier:
         self, dst: KvCache, src: KvCache, dst_batch_index: int, src_batch_index: int, offset: int, size: int
     ) -> None:
         """See `KvCacheManager.copy_cache`."""
-        to, source = self._store.own_entry(dst, "the destination"), self._store.own_entry(src, "the source")
+        to, source = self._own_entry(dst, "the destination"), self._own_entry(src, "the source")
         for name, entry, index in (("dst", to, dst_batch_index), ("src", source, src_batch_index)):
             if index >= entry.desc.num_slots:
                 raise ParameterError(
@@ -59,7 +59,7 @@ class LocalCopier:
 
     async def copy_blocks(self, cache: KvCache, copies: Mapping[int, Sequence[int]]) -> None:
         """See `KvCacheManager.copy_blocks`."""
-        entry = self._store.own_entry(cache, "the cache")
+        entry = self._own_entry(cache, "the cache")
         if not isinstance(copies, Mapping):
             raise ParameterTypeError(f"copy_blocks takes a dict from block to list of blocks, got {shown(copies)}")
         num_blocks = entry.desc.num_slots
@@ -86,7 +86,7 @@ class LocalCopier:
             if staged:
                 buffer = np.empty(len(first) * nbytes * entry.desc.num_tensors, np.uint8)
                 run = (TensorRun(_BUFFER, 0, len(first) * nbytes, entry.desc.num_tensors),)
-                memory = {**self._store.memory, _BUFFER: LocalRegion(buffer)}
+                memory: Mapping[int, Region] = {**self._store.memory, _BUFFER: LocalRegion(buffer)}
                 fill = join_blocks(range(len(first)), first, nbytes)
                 await self._copy(memory, spread(run, entry.geometry.runs, fill))
             if direct:
@@ -100,7 +100,7 @@ class LocalCopier:
 
     async def swap_blocks(self, src: KvCache, dst: KvCache, src_to_dst: Mapping[int, int]) -> None:
         """See `KvCacheManager.swap_blocks`."""
-        source, to = self._store.own_entry(src, "the source"), self._store.own_entry(dst, "the destination")
+        source, to = self._own_entry(src, "the source"), self._own_entry(dst, "the destination")
         if {source.desc.placement, to.desc.placement} != {Placement.HOST, Placement.DEVICE}:
             raise ParameterError(
                 f"swap_blocks moves between a HOST and a DEVICE cache; these are {source.desc.placement.name} and "
@@ -119,6 +119,17 @@ class LocalCopier:
         if targets:
             pieces = join_blocks(targets, sources, to.desc.slot_nbytes)
             await self._run([(to, targets), (source, sources)], to, source, pieces)
+
+    def _own_entry(self, cache: KvCache, what: str) -> CacheEntry:
+        """Return the record of a cache of ours that this process can copy."""
+        entry = self._store.own_entry(cache, what)
+        device = self._store.device_of(entry)
+        if device is not None:
+            raise FeatureNotEnabledError(
+                f"{what} {cache!r} is in the memory of CUDA device {device}, where kvlink copies nothing; use the copy "
+                "of the framework that made it, such as torch's tensor.copy_()"
+            )
+        return entry
 
     async def _run(
         self,
@@ -140,7 +151,7 @@ class LocalCopier:
         """Copy pieces between tensors of ours, whose caches the caller keeps."""
         await self._copy(self._store.memory, spread(to, source, pieces))
 
-    async def _copy(self, memory: Mapping[int, LocalRegion], extents: list[Extent]) -> None:
+    async def _copy(self, memory: Mapping[int, Region], extents: list[Extent]) -> None:
         nbytes = sum(extent.nbytes * extent.num_rows for extent in extents)
         copies = [
             Copy(memory[to].memory, offset, stride, memory[source].memory, source_offset, source_stride, length, rows)

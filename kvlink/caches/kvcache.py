@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -32,12 +33,19 @@ class KvCache:
         desc: shape, data type and placement.
         is_blocks: whether dimension 0 is blocks (paged) rather than slots.
         is_registered: whether the memory is the caller's own rather than the pool's.
+        device: the number of the CUDA device that its memory is on; None for host memory.
         arrivals: what layer-wise pushes of peers have put into it.
         live_entry: the table's record while the handle is valid, else None. Internal.
     """
 
     def __init__(
-        self, store: CacheStore, entry: CacheEntry, tensors: tuple[NDArray[Any], ...], forgotten: deque[int]
+        self,
+        store: CacheStore,
+        entry: CacheEntry,
+        tensors: tuple[Any, ...],
+        forgotten: deque[int],
+        addresses: Sequence[int],
+        device: int | None = None,
     ) -> None:
         self.cache_id = entry.cache_id
         self.desc = entry.desc
@@ -47,7 +55,9 @@ class KvCache:
         self.store = store
         self._entry = entry
         self.live_entry: CacheEntry | None = entry
-        self._tensors = tensors
+        self.device = device
+        self._tensors: tuple[NDArray[Any], ...] = tensors
+        self._addresses = addresses
         self._finalizer = weakref.finalize(self, _forget, forgotten, entry.cache_id, os.getpid())
         self._finalizer.atexit = False
 
@@ -64,13 +74,16 @@ class KvCache:
         alive until the function ends.
 
         The dtype is ``desc.data_type.numpy_dtype``. ``torch.from_dlpack(tensor)`` shares them with torch.
+
+        Of a cache in CUDA memory (`device` is not None) these are the very objects that were registered, for numpy has
+        no arrays there.
         """
         return self._tensors
 
     @property
     def tensor_addresses(self) -> list[int]:
         """Where each tensor begins in this process; empty after `deallocate_cache`."""
-        return [int(tensor.ctypes.data) for tensor in self._tensors]
+        return list(self._addresses)
 
     @property
     def num_blocks(self) -> int:
@@ -120,6 +133,7 @@ class KvCache:
         self._finalizer.detach()
         self.live_entry = None
         self._tensors = ()
+        self._addresses = ()
         self.arrivals.close(CacheNotFoundError(f"cache {self.cache_id} was deallocated, or its cluster is closed"))
 
     def __repr__(self) -> str:

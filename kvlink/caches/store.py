@@ -8,7 +8,6 @@ import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
 from operator import itemgetter
 from threading import get_ident
 
@@ -17,13 +16,22 @@ from kvlink.caches.kvcache import KvCache
 from kvlink.caches.leases import LeaseBook
 from kvlink.caches.table import CacheEntry, CacheTable
 from kvlink.config import ClusterConfig
-from kvlink.errors import CacheNotFoundError, ClosedError, OutOfMemoryError, ParameterError, ParameterTypeError, shown
+from kvlink.errors import (
+    CacheNotFoundError,
+    ClosedError,
+    FeatureNotEnabledError,
+    OutOfMemoryError,
+    ParameterError,
+    ParameterTypeError,
+    shown,
+)
 from kvlink.geometry import CacheDesc, CacheGeometry, DataType, Placement, TensorRun, join_tensors, tensor_at
 from kvlink.keys import KeyName
-from kvlink.memory.buffers import as_bytes
+from kvlink.memory.buffers import as_bytes, check_distinct
+from kvlink.memory.devicebuffers import as_device_bytes, check_one_device, is_in_cuda_memory
 from kvlink.memory.forkmark import GONE, make_mark
-from kvlink.memory.pool import Bytes, Pool, Segment, as_tensors
-from kvlink.memory.regions import HOST_POOL, POOL, STATE, LocalMemory, LocalRegion
+from kvlink.memory.pool import Pool, Segment, as_tensors
+from kvlink.memory.regions import HOST_POOL, ONLY_UCX, POOL, STATE, DeviceRegion, LocalMemory, LocalRegion
 from kvlink.memory.stateregion import WORD_NBYTES, StateRegion
 from kvlink.stats import PoolUsage
 
@@ -39,6 +47,7 @@ class CacheStore:
     Attributes:
         thread: the one that may use it; whoever hands it to another one sets this.
         watched: the arrivals of caches that somebody watches.
+        takes_cuda: whether a transport of the cluster reaches CUDA memory; whoever makes the transports sets this.
         mark: ``mark[0]`` is 0 when nothing may be done any more: after `close`, and in a forked child.
     """
 
@@ -61,6 +70,7 @@ class CacheStore:
         self.mark = make_mark()
         self.thread = get_ident()
         self.watched: set[Arrivals] = set()
+        self.takes_cuda = False
         # Pool caches by where they begin in this process, and registered ones, which may lie anywhere.
         self._placed: list[tuple[int, int, CacheEntry]] = []
         self._registered: dict[int, CacheEntry] = {}
@@ -140,7 +150,9 @@ class CacheStore:
         root = pool.segment.root(offset, stride * desc.num_tensors)
         self.table.watch_views(entry, root)
         tensors = as_tensors(root, stride, desc.num_tensors, desc.shape, desc.data_type.numpy_dtype)
-        handle = KvCache(self, entry, tensors, self._forgotten)
+        begin = pool.segment.address + offset
+        addresses = range(begin, begin + stride * desc.num_tensors, stride)
+        handle = KvCache(self, entry, tensors, self._forgotten, addresses)
         self._handles[entry.cache_id] = handle
         return handle
 
@@ -151,6 +163,7 @@ class CacheStore:
 
         Raises:
             ParameterError: a key is bound already, or a buffer does not fit the description.
+            FeatureNotEnabledError: a buffer is in memory that no transport of this cluster reaches.
         """
         self.check_usable()
         self.collect()
@@ -159,9 +172,14 @@ class CacheStore:
         if len(buffers) != desc.num_tensors:
             raise ParameterError(f"{len(buffers)} buffers for a cache of {desc.num_tensors} tensors")
         self.table.check_names(names)
-        flat = [as_bytes(f"buffers[{index}]", buffer, desc.tensor_nbytes) for index, buffer in enumerate(buffers)]
-        _check_distinct(flat)
-        places = self.memory.register(flat)
+        if any(map(is_in_cuda_memory, buffers)):
+            places, tensors = self._place_on_device(desc, buffers), tuple(buffers)
+        else:
+            flat = [as_bytes(f"buffers[{index}]", buffer, desc.tensor_nbytes) for index, buffer in enumerate(buffers)]
+            check_distinct([(int(buffer.ctypes.data), len(buffer)) for buffer in flat])
+            places = self.memory.register(flat)
+            dtype = desc.data_type.numpy_dtype
+            tensors = tuple(buffer.view(dtype).reshape(desc.shape) for buffer in flat)
         try:
             geometry = describe(desc, join_tensors(places), is_blocks=is_blocks)
             entry = self.table.add(desc, geometry, names, is_consumable=False)
@@ -170,11 +188,31 @@ class CacheStore:
                 self.memory.forget(region)
             raise
         self._registered[entry.cache_id] = entry
-        dtype = desc.data_type.numpy_dtype
-        tensors = tuple(buffer.view(dtype).reshape(desc.shape) for buffer in flat)
-        handle = KvCache(self, entry, tensors, self._forgotten)
+        addresses = [self.memory[region].address + offset for region, offset in places]
+        handle = KvCache(self, entry, tensors, self._forgotten, addresses, self.device_of(entry))
         self._handles[entry.cache_id] = handle
         return handle
+
+    def _place_on_device(self, desc: CacheDesc, buffers: Sequence[object]) -> list[tuple[int, int]]:
+        """Enter CUDA memory; return the ``(region, offset)`` of each buffer."""
+        for index, buffer in enumerate(buffers):
+            if not is_in_cuda_memory(buffer):
+                raise ParameterError(
+                    f"buffers[{index}] is in host memory and others are in CUDA memory: a cache lies in one of them"
+                )
+        if not self.takes_cuda:
+            raise FeatureNotEnabledError(f"buffers[0] is in CUDA memory, which {ONLY_UCX}")
+        found = [
+            as_device_bytes(f"buffers[{index}]", buffer, desc.tensor_nbytes) for index, buffer in enumerate(buffers)
+        ]
+        check_one_device(found)
+        check_distinct([(each.address, each.nbytes) for each in found])
+        return self.memory.register_on_device(found)
+
+    def device_of(self, entry: CacheEntry) -> int | None:
+        """Return the CUDA device that a cache lies on, None for host memory."""
+        region = self.memory.get(entry.geometry.runs[0].region)
+        return region.device if isinstance(region, DeviceRegion) else None
 
     def handle(self, cache_id: int) -> KvCache | None:
         """Return the handle of a live cache, None where it was forgotten or never existed."""
@@ -304,14 +342,6 @@ class CacheStore:
             if pool.region == run.region:
                 del self._placed[bisect_left(self._placed, pool.segment.address + run.offset, key=itemgetter(0))]
                 pool.free(run.offset)
-
-
-def _check_distinct(buffers: Sequence[Bytes]) -> None:
-    """Refuse buffers that overlap: a transfer would write some bytes twice."""
-    order = sorted((int(buffer.ctypes.data), len(buffer), index) for index, buffer in enumerate(buffers))
-    for (low, nbytes, index), (after, _, other) in pairwise(order):
-        if low + nbytes > after:
-            raise ParameterError(f"buffers[{index}] and buffers[{other}] share memory")
 
 
 def describe(desc: CacheDesc, runs: tuple[TensorRun, ...], *, is_blocks: bool) -> CacheGeometry:

@@ -210,6 +210,11 @@ class TicketBook:
         self._remind(ticket, ticket.expires_at)
         return ticket
 
+    def entry_of(self, message: Claim) -> CacheEntry | None:
+        """Return the cache of a live ticket, for whoever has its token."""
+        ticket = self._live.get(message.number)
+        return ticket.entry if ticket and hmac.compare_digest(ticket.secret, message.secret) else None
+
     def claim(self, holder: Holder, message: Claim, now: float) -> Ticket:
         """Make `holder` the holder of a ticket.
 

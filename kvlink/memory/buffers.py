@@ -1,5 +1,7 @@
 """Memory that the caller owns, whatever object holds it: find its bytes, and keep them where they are.
 
+Host memory; that of a CUDA device is found by `kvlink.memory.devicebuffers`.
+
 Anything with the buffer protocol (numpy, bytearray, array, mmap), ``__array_interface__`` or DLPack (torch on the CPU,
 JAX) becomes a flat uint8 view. The view holds an export of the owner, so that the owner refuses to resize or close
 while it lives, and dropping the last other reference frees nothing.
@@ -8,6 +10,8 @@ while it lives, and dropping the last other reference frees nothing.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,7 @@ def as_bytes(name: str, buffer: object, nbytes: int) -> Bytes:
     Raises:
         ParameterTypeError: the object has no bytes that kvlink can find.
         ParameterError: wrong length, not C-contiguous, or not writable.
-        FeatureNotEnabledError: the bytes are in an accelerator's memory, which shared memory cannot reach.
+        FeatureNotEnabledError: the bytes are in an accelerator's memory other than CUDA's.
     """
     array = _view(name, buffer)
     if not array.flags.c_contiguous:
@@ -40,19 +44,22 @@ def as_bytes(name: str, buffer: object, nbytes: int) -> Bytes:
     return np.frombuffer(flat.data, np.uint8)
 
 
+def check_distinct(places: Sequence[tuple[int, int]]) -> None:
+    """Refuse buffers, given as (address, nbytes), that overlap: a transfer would write some bytes twice."""
+    order = sorted((address, nbytes, index) for index, (address, nbytes) in enumerate(places))
+    for (low, nbytes, index), (after, _, other) in pairwise(order):
+        if low + nbytes > after:
+            raise ParameterError(f"buffers[{index}] and buffers[{other}] share memory")
+
+
 def _view(name: str, buffer: Any) -> np.ndarray[Any, Any]:
     if isinstance(buffer, np.ndarray):
         return buffer
-    if hasattr(buffer, "__cuda_array_interface__"):
-        raise FeatureNotEnabledError(
-            f"{name} is in an accelerator's memory, which the transports of this cluster cannot reach; "
-            "copy it to the host first"
-        )
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
         if buffer.device.type != "cpu":
             raise FeatureNotEnabledError(
-                f"{name} is on {buffer.device}, which the transports of this cluster cannot reach; copy it to the host"
+                f"{name} is on {buffer.device}, which no transport of kvlink can reach; copy it to the host"
             )
         if not buffer.is_contiguous():
             raise ParameterError(f"{name} is not C-contiguous; its strides are {tuple(buffer.stride())}")

@@ -1,7 +1,8 @@
 """Which of our memory peers may address: numbered regions.
 
 Region 0 is the main pool, 1 the host pool, 2 the state words. Numbers from `FIRST_REGISTERED` on are buffers that the
-caller owns and has registered; they are never used twice.
+caller owns and has registered; they are never used twice. Those may be in the memory of a CUDA device, which nothing
+here can read or write: whoever wants the bytes of such a region is refused (`DeviceRegion`).
 """
 
 from __future__ import annotations
@@ -9,16 +10,24 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 
+from kvlink.errors import FeatureNotEnabledError
+from kvlink.memory.devicebuffers import DeviceBytes
 from kvlink.memory.pool import Bytes, Segment
 
 POOL: Final = 0
 HOST_POOL: Final = 1
 STATE: Final = 2
 FIRST_REGISTERED: Final = 16
+
+ONLY_UCX: Final = (
+    'only UCX reaches: ClusterConfig(transports=("ucx",), ucx=UcxConfig(allow_cuda=True)) on both sides, with UCX 1.21 '
+    "or later (kvlink[ucx])"
+)
+"""What to set, in the words of every error about it."""
 
 _MAX_SPREAD: Final = 64
 """Buffers share a region while its addresses span at most this many times their bytes."""
@@ -51,12 +60,56 @@ class LocalRegion:
         return int(self.memory.ctypes.data)
 
     @property
+    def host_address(self) -> int:
+        """The same, for whoever reads or writes there."""
+        return self.address
+
+    @property
     def nbytes(self) -> int:
         """Its length."""
         return len(self.memory)
 
 
-class LocalMemory(dict[int, LocalRegion]):
+class DeviceRegion:
+    """One region of ours in the memory of a CUDA device: a part of one allocation.
+
+    Args:
+        address, nbytes: where it lies.
+        device: its number in this process.
+        exports: what keeps the memory alive.
+    """
+
+    segment: None = None
+
+    def __init__(self, address: int, nbytes: int, device: int, exports: tuple[object, ...]) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.device = device
+        self.exports = exports
+
+    @property
+    def memory(self) -> Bytes:
+        """Refuse: there are no bytes to be had here."""
+        self._refuse()
+
+    @property
+    def view(self) -> memoryview:
+        """Refuse, as `memory`."""
+        self._refuse()
+
+    @property
+    def host_address(self) -> int:
+        """Refuse, as `memory`."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise FeatureNotEnabledError(f"our cache is in the memory of CUDA device {self.device}, which {ONLY_UCX}")
+
+
+Region = LocalRegion | DeviceRegion
+
+
+class LocalMemory(dict[int, Region]):
     """The regions of one cluster, by number.
 
     Attributes:
@@ -83,7 +136,27 @@ class LocalMemory(dict[int, LocalRegion]):
             return [(number, int(buffer.ctypes.data) - low) for buffer in buffers]
         return [(self._enter(LocalRegion(buffer, exports=(buffer,))), 0) for buffer in buffers]
 
-    def _enter(self, region: LocalRegion) -> int:
+    def register_on_device(self, buffers: Sequence[DeviceBytes]) -> list[tuple[int, int]]:
+        """As `register`, for CUDA memory: those in one allocation share a region, and no region leaves its allocation.
+
+        Whoever reaches memory of another process through a handle of its allocation can reach no other one with it.
+        """
+        together: dict[int, list[DeviceBytes]] = {}
+        for buffer in buffers:
+            together.setdefault(buffer.allocation, []).append(buffer)
+        begins: dict[int, tuple[int, int]] = {}
+        for allocation, group in together.items():
+            low = min(buffer.address for buffer in group)
+            high = max(buffer.address + buffer.nbytes for buffer in group)
+            exports = tuple(buffer.export for buffer in group)
+            begins[allocation] = self._enter(DeviceRegion(low, high - low, group[0].device, exports)), low
+        places = []
+        for buffer in buffers:
+            number, low = begins[buffer.allocation]
+            places.append((number, buffer.address - low))
+        return places
+
+    def _enter(self, region: Region) -> int:
         number = self._next
         self._next += 1
         self[number] = region

@@ -73,6 +73,7 @@ class FaultyEndpoint(Endpoint):
         self.capabilities = inner.capabilities
         self.card = inner.card
         self.settings = inner.settings
+        self.reaches_cuda = inner.reaches_cuda
         self.window_nbytes = inner.window_nbytes
         self.num_faults = dict.fromkeys(Fault, 0)
         self._inner = inner

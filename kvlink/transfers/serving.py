@@ -11,8 +11,9 @@ from kvlink.caches.copies import LocalCopier
 from kvlink.caches.store import CacheStore
 from kvlink.caches.table import CacheEntry
 from kvlink.caches.tickets import TicketBook, found_by
-from kvlink.errors import KVLinkError
+from kvlink.errors import FeatureNotEnabledError, KVLinkError
 from kvlink.links.link import Link
+from kvlink.memory.regions import ONLY_UCX
 from kvlink.transfers.heldtickets import HeldTickets
 from kvlink.transfers.staging import StagingServer
 from kvlink.transports.base import DeathWatch
@@ -131,6 +132,7 @@ class CacheServer:
             entry, slot, name = store.locate(target.id), 0, None
         else:
             entry, slot, name = store.table.find(target)
+        self._check_reach(link, entry)
         lease, word, generation = 0, entry.word, entry.generation
         if isinstance(message, OpenRead):
             expires_at = anyio.current_time() + min(message.lease_s, _MAX_LEASE_S)
@@ -154,9 +156,21 @@ class CacheServer:
         )
 
     def _claim(self, link: Link, message: Claim) -> Found:
+        asked = self._tickets.entry_of(message)
+        if asked is not None:
+            self._check_reach(link, asked)
         ticket = self._tickets.claim(link, message, anyio.current_time())
         link.endpoint.share({run.region for run in ticket.entry.geometry.runs}, for_writing=ticket.is_write)
         return found_by(ticket, message.seq)
+
+    def _check_reach(self, link: Link, entry: CacheEntry) -> None:
+        """Refuse a cache in CUDA memory over a link that cannot move it, before anything is given out."""
+        device = self._store.device_of(entry)
+        if device is not None and not link.endpoint.reaches_cuda:
+            raise FeatureNotEnabledError(
+                f"cache {entry.cache_id} is in the memory of CUDA device {device}, which {ONLY_UCX}; "
+                f"this link is over {link.transport}"
+            )
 
     def _recall(self, entry: CacheEntry) -> None:
         """A cache has ended: ask its writers to stop. Its memory waits for them."""

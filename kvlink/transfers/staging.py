@@ -21,6 +21,7 @@ from kvlink.caches.table import CacheEntry
 from kvlink.checks import Tensors, check_blocks
 from kvlink.errors import (
     CacheNotFoundError,
+    FeatureNotEnabledError,
     KVLinkError,
     LinkBusyError,
     ParameterError,
@@ -116,6 +117,12 @@ class StagingServer:
     async def _stage(self, link: Link, message: Stage) -> Found:
         store = self._store
         entry, _, _ = store.table.find(message.target)
+        device = store.device_of(entry)
+        if device is not None:
+            raise FeatureNotEnabledError(
+                f"cache {entry.cache_id} is in the memory of CUDA device {device}, which no detour through the pool "
+                "reaches"
+            )
         desc = entry.desc
         slots = check_blocks("slots", list(message.slots), desc.num_slots, is_unique=True)
         if not 0 <= message.start < message.stop <= desc.num_tensors:
@@ -217,11 +224,15 @@ async def stage(
     The caller has a deadline, and gives the lease back with `CloseRead`.
 
     Raises:
+        FeatureNotEnabledError: the cache is in memory that the owner itself cannot copy, such as a device's.
         OutOfMemoryError, CacheNotFoundError, LinkBusyError and others: what the owner answers.
     """
     if len(slots) > MAX_BLOCKS:
         raise ParameterError(f"a detour of {len(slots)} blocks; move at most {MAX_BLOCKS} at a time")
-    answer = await link.ask(lambda seq: Stage(seq, target, tuple(slots), tensors.start, tensors.stop, is_write))
+    try:
+        answer = await link.ask(lambda seq: Stage(seq, target, tuple(slots), tensors.start, tensors.stop, is_write))
+    except FeatureNotEnabledError as exc:
+        raise FeatureNotEnabledError(f"{exc}; and where it is: {link.detour}", peer=link.peer) from exc
     if not isinstance(answer, Found):
         raise ProtocolError(f"cluster {link.peer} answered a detour with {type(answer).__name__}", peer=link.peer)
     try:

@@ -74,6 +74,9 @@ class Endpoint(ABC):
     window_nbytes: int = 2**62
     """How much of one get or put is in the hands of threads or hardware at a time, at most, while there are others too;
     unbounded by default."""
+    reaches_cuda: bool = False
+    """Regions in CUDA memory may be shared and moved; whether it can be done shows then. Others refuse them, with
+    `FeatureNotEnabledError`, and are never asked to share one."""
     card: bytes = b""
     """What the accepting side needs to know of a dialler; travels to its `Transport.accept`."""
 

@@ -15,7 +15,7 @@ from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, LinkLostError, ProtocolError
 from kvlink.memory.copying import Copier, Copy, complete, copy_row, copy_rows, make_copy
 from kvlink.memory.pool import Bytes, Segment
-from kvlink.memory.regions import FIRST_REGISTERED, STATE, LocalMemory
+from kvlink.memory.regions import FIRST_REGISTERED, STATE, DeviceRegion, LocalMemory
 from kvlink.memory.stateregion import WORD_NBYTES, order_memory
 from kvlink.plan import Extent, ExtentFields, regions_of, total_nbytes
 from kvlink.transports.base import Capabilities, Endpoint
@@ -288,7 +288,7 @@ class ShmEndpoint(Endpoint):
         try:
             for number in numbers:
                 region = self._local.get(number)
-                if region is None:
+                if region is None or isinstance(region, DeviceRegion):  # nobody is told of one over this transport
                     continue
                 segment = region.segment
                 if segment is None:
@@ -380,7 +380,7 @@ class ShmEndpoint(Endpoint):
         if foreign is None or num_rows != 1 or nbytes < _MIN_PIECE_NBYTES:
             return False
         return foreign.copy_piece(
-            self._local[region].address + offset, foreign.address + peer_offset, nbytes, is_write=is_write
+            self._local[region].host_address + offset, foreign.address + peer_offset, nbytes, is_write=is_write
         )
 
     async def _copy_foreign(self, extents: Sequence[Extent], nbytes: int, *, is_write: bool) -> None:
@@ -396,7 +396,7 @@ class ShmEndpoint(Endpoint):
                 continue
             pieces = [
                 (
-                    self._local[extent.local_region].address + extent.local_offset,
+                    self._local[extent.local_region].host_address + extent.local_offset,
                     extent.local_stride,
                     foreign.address + extent.remote_offset,
                     extent.remote_stride,

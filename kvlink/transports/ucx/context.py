@@ -19,6 +19,12 @@ from kvlink.ucxconfig import UcxConfig
 
 _SAME_HOST: Final = ("posix", "cma")
 _RDMA: Final = ("rc", "dc", "ud")
+_CUDA: Final = "cuda"
+"""UCX's name for cuda_copy, cuda_ipc and gdr_copy, as far as they are built."""
+
+_FIRST_CUDA: Final = (1, 21)
+"""From here on UCX needs no context of CUDA in the thread that calls it, and can be told to imitate nothing. Before,
+``uct_cuda_ipc_rkey_unpack`` takes the context of the thread, and a transfer without a way becomes messages."""
 
 
 def settings_of(config: UcxConfig) -> dict[str, str]:
@@ -26,6 +32,8 @@ def settings_of(config: UcxConfig) -> dict[str, str]:
     names = config.transports
     if names is None:
         names = (*_SAME_HOST, *(_RDMA if rdma_devices() else ()), *(("tcp",) if config.allow_tcp else ()))
+    if config.allow_cuda and not names[0].startswith("^"):
+        names = (*names, _CUDA)
     settings = {
         "TLS": ",".join(names),
         # Without these two, shared memory and CMA do not serve endpoints that must survive the death of their peer.
@@ -40,6 +48,9 @@ def settings_of(config: UcxConfig) -> dict[str, str]:
         "HANDLE_ERRORS": "none",
         "WARN_UNUSED_ENV_VARS": "n",
     }
+    if config.allow_cuda:
+        # Else GPUs without NVLink, also two processes on one GPU, have no get.
+        settings["CUDA_IPC_ENABLE_GET_ZCOPY"] = "on"
     if config.devices:
         settings["NET_DEVICES"] = ",".join(config.devices)
     if config.rails:
@@ -61,6 +72,7 @@ class Context:
         applied, refused: the settings in force, and those that this UCX does not take.
         address: how peers reach the worker.
         request_nbytes: what UCX needs in front of a request of ours.
+        reaches_cuda: whether it can tell CUDA memory from other memory, and register it.
         fd: becomes readable when there is something to do, after `arm`.
         longest_sleep_ms: how long to wait for it while something is in flight; None where it tells of everything.
     """
@@ -75,9 +87,10 @@ class Context:
         self._is_own = is_own
         ffi, api = library.ffi, library.api
         attributes = ffi.new("ucp_context_attr_t *")
-        attributes.field_mask = ucp.CONTEXT_REQUEST_SIZE
+        attributes.field_mask = ucp.CONTEXT_REQUEST_SIZE | ucp.CONTEXT_MEMORY_TYPES
         library.check(api.ucp_context_query(handle, attributes), "asking for the size of a request")
         self.request_nbytes = int(attributes.request_size)
+        self.reaches_cuda = library.version[:2] >= _FIRST_CUDA and bool(attributes.memory_types >> ucp.MEMORY_CUDA & 1)
         worker_attributes = ffi.new("ucp_worker_attr_t *")
         worker_attributes.field_mask = ucp.WORKER_ATTR_ADDRESS
         library.check(api.ucp_worker_query(worker, worker_attributes), "asking for the worker's address")
@@ -133,6 +146,13 @@ class Context:
                 api.ucp_worker_destroy(worker[0])
             api.ucp_cleanup(handle[0])
             raise
+        if config.allow_cuda and not made.reaches_cuda:
+            made.close()
+            raise FeatureNotEnabledError(
+                f"UCX {'.'.join(map(str, library.version))} reaches no CUDA memory here; UcxConfig.allow_cuda needs an "
+                "NVIDIA driver (see `nvidia-smi`) and a UCX of 1.21 or later that was built with CUDA, as the wheels "
+                "libucx-cu12 and libucx-cu13 are (see `ucx_info -d`)"
+            )
         made.refused = refused
         made.applied = {name: value for name, value in settings.items() if name not in refused}
         return made

@@ -228,6 +228,7 @@ MAP_FLAGS: Final = 1 << 2
 MAP_MEMORY_TYPE: Final = 1 << 4
 
 CONTEXT_REQUEST_SIZE: Final = 1 << 0
+CONTEXT_MEMORY_TYPES: Final = 1 << 2
 
 OP_REQUEST: Final = 1 << 0
 OP_CALLBACK: Final = 1 << 1

@@ -46,7 +46,8 @@ from kvlink.wire import Share
 _log = logging.getLogger(__name__)
 
 _MAX_REGIONS: Final = 65536
-_LOCAL_LANES: Final = frozenset({"posix", "sysv", "cma", "self", "knem", "xpmem", "cuda_ipc", "cuda_copy"})
+_CUDA_LANES: Final = frozenset({"cuda_ipc", "cuda_copy", "gdr_copy"})
+_LOCAL_LANES: Final = frozenset({"posix", "sysv", "cma", "self", "knem", "xpmem"}) | _CUDA_LANES
 _COPYING_LANES: Final = frozenset({"posix", "sysv", "self", "tcp"})
 
 
@@ -56,6 +57,7 @@ class RemoteRegion(NamedTuple):
     address: int
     nbytes: int
     rkey: Any
+    is_on_device: bool
 
 
 class UcxEndpoint(Endpoint):
@@ -68,6 +70,7 @@ class UcxEndpoint(Endpoint):
     """
 
     name = "ucx"
+    reaches_cuda = True
     immediate_nbytes = -1
     has_immediate_words = False
 
@@ -219,7 +222,7 @@ class UcxEndpoint(Endpoint):
     def _move_at_once(self, extent: ExtentFields, *, is_put: bool) -> bool:
         region, offset, stride, peer_region, peer_offset, peer_stride, nbytes, num_rows = extent
         ours, theirs = self._services.registry.get(region), self._remote.get(peer_region)
-        if ours is None or theirs is None or num_rows > ROW:
+        if ours is None or theirs is None or num_rows > ROW or ours.is_on_device or theirs.is_on_device:
             return False
         last, peer_last = offset + (num_rows - 1) * stride, peer_offset + (num_rows - 1) * peer_stride
         if (
@@ -254,6 +257,7 @@ class UcxEndpoint(Endpoint):
         lengths: list[int] = []
         groups: list[Group] = []
         keep: list[Registered] = []
+        is_on_device = False
         for pieces in cut_pieces(extents, self._services.longest_nbytes):
             ours = registry.get(pieces.local_region) or await registry.ensure(pieces.local_region)
             theirs = self._remote.get(pieces.remote_region)
@@ -266,8 +270,9 @@ class UcxEndpoint(Endpoint):
             local += (pieces.local.astype(np.uint64) + np.uint64(ours.address)).tolist()
             remote += (pieces.remote.astype(np.uint64) + np.uint64(theirs.address)).tolist()
             lengths += pieces.nbytes.tolist()
-            groups.append(Group(len(local), ours.memh, theirs.rkey))
+            groups.append(Group(len(local), ours.memh, theirs.rkey, ours.memory_type))
             keep.append(ours)
+            is_on_device = is_on_device or ours.is_on_device or theirs.is_on_device
         if not groups:
             return
         transfer = Transfer(
@@ -278,6 +283,7 @@ class UcxEndpoint(Endpoint):
             remote=remote,
             groups=groups,
             keep=keep,
+            is_on_device=is_on_device,
         )
         try:
             await self._run(transfer, nbytes, phase="transfer")
@@ -292,7 +298,7 @@ class UcxEndpoint(Endpoint):
         worker = self._worker
         done = anyio.Event()
         try:
-            if nbytes > self._services.inline_nbytes:
+            if nbytes > self._services.inline_nbytes or transfer.is_on_device:  # a device's copy is not ours to help
                 transfer.finish = done.set
                 worker.submit(transfer)
             elif worker.try_now(transfer, done.set):
@@ -306,6 +312,12 @@ class UcxEndpoint(Endpoint):
                 worker.stop(transfer)
                 await until_set(done, patience_s=self._services.config.drain_s, hurry=self._give_up_to_be_quiet)
                 raise
+        if transfer.is_refused:
+            raise FeatureNotEnabledError(
+                f"UCX has no way between these two memories over {', '.join(self.lanes)}, and nothing was moved: two "
+                "devices of one host need cuda_ipc, anything else with a device needs RDMA with GPUDirect (see "
+                "`nvidia-smi topo -m`, and nvidia_peermem)"
+            )
         if transfer.status != ucp.OK:
             error = LinkLostError(self._describe(transfer.status), phase=phase)
             self._give_up(transfer.status)
@@ -333,7 +345,7 @@ class UcxEndpoint(Endpoint):
             worker.report(lambda: self._take_refusal(share.region, reason))
             return
         connection.rkeys.append(rkey[0])
-        region = RemoteRegion(share.address, share.nbytes, rkey[0])
+        region = RemoteRegion(share.address, share.nbytes, rkey[0], share.is_on_device)
         worker.report(lambda: self._take_region(share.region, region))
 
     def _take_region(self, number: int, region: RemoteRegion) -> None:
@@ -379,7 +391,8 @@ class UcxEndpoint(Endpoint):
 
     def _take_lanes(self, lanes: tuple[str, ...]) -> None:
         self.lanes = lanes
-        if "tcp" in lanes and set(lanes) <= _COPYING_LANES and not self._services.config.allow_tcp:
+        for_host = set(lanes) - _CUDA_LANES  # which move nothing of the host's
+        if "tcp" in lanes and for_host <= _COPYING_LANES and not self._services.config.allow_tcp:
             self._lost(
                 FeatureNotEnabledError(
                     f"UCX serves this link over {', '.join(lanes)}, where get and put are imitated, and a peer's death "
@@ -392,11 +405,11 @@ class UcxEndpoint(Endpoint):
         # queue pair refuses writes once it is in error, gets there in some later turn, and may be connected to an
         # endpoint that UCX made by itself because the two sides counted their connections differently.
         self.capabilities = Capabilities(
-            is_one_sided=self._services.is_one_sided and not set(lanes) <= _COPYING_LANES,
+            is_one_sided=self._services.is_one_sided and not for_host <= _COPYING_LANES,
             is_same_host=self._pidfd is not None and set(lanes) <= _LOCAL_LANES,
         )
         # Then a transfer is a system call of ours: it needs no deadline, and small ones may be done where they stand.
-        self._is_copying = self.capabilities.is_one_sided and set(lanes) <= _LOCAL_LANES
+        self._is_copying = self.capabilities.is_one_sided and set(lanes) <= _LOCAL_LANES - _CUDA_LANES
         if self._is_copying and self.immediate_nbytes < 0:
             self.immediate_nbytes, self.has_immediate_words = self._services.inline_nbytes, True
         self._is_wired = True
@@ -409,7 +422,9 @@ class UcxEndpoint(Endpoint):
         if registered is None:
             self._post(Share(region=number, nbytes=0, address=0, key=b"", reason=reason[:1000]))
         else:
-            self._post(Share(region=number, nbytes=registered.nbytes, address=registered.address, key=registered.key))
+            where, nbytes, is_on_device = registered.address, registered.nbytes, registered.is_on_device
+            share = Share(region=number, nbytes=nbytes, address=where, key=registered.key, is_on_device=is_on_device)
+            self._post(share)
 
     def _on_failed(self) -> None:
         self._give_up(self._connection.failure)

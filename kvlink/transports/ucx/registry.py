@@ -10,16 +10,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import anyio
 
 from kvlink.errors import ClosedError, FeatureNotEnabledError, LinkError
-from kvlink.memory.regions import LocalMemory, LocalRegion
+from kvlink.memory.regions import DeviceRegion, LocalMemory, Region
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.cards import pack_key
 from kvlink.transports.ucx.turns import call
 from kvlink.transports.ucx.worker import Worker
+
+_EMPTY_KEY_NBYTES: Final = 9
+"""A key that names no memory domain: their map, and the kind of memory. Source: ``ucp_rkey_packed_size``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +34,21 @@ class Registered:
         address, nbytes: where it lies.
         handle, memh: UCX's handle, as cffi and as numpy want it.
         key: what peers need to address it.
+        memory_type: UCX's number of the kind of memory.
     """
 
-    region: LocalRegion
+    region: Region
     address: int
     nbytes: int
     handle: Any
     memh: int
     key: bytes
+    memory_type: int = ucp.MEMORY_HOST
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the processor cannot read or write it."""
+        return self.memory_type != ucp.MEMORY_HOST
 
 
 class Registry:
@@ -112,7 +122,7 @@ class Registry:
             raise FeatureNotEnabledError(f"our memory cannot be moved over UCX: {reason}")
         return made
 
-    def map(self, region: LocalRegion) -> Registered:
+    def map(self, region: Region) -> Registered:
         """In a turn: register memory and pack its key.
 
         Raises:
@@ -121,11 +131,14 @@ class Registry:
         context = self._worker.context
         library = context.library
         ffi, api = library.ffi, library.api
+        memory_type = ucp.MEMORY_CUDA if isinstance(region, DeviceRegion) else ucp.MEMORY_HOST
+        if memory_type != ucp.MEMORY_HOST and not context.reaches_cuda:
+            raise LinkError("UCX reaches no CUDA memory in this cluster; see UcxConfig.allow_cuda")
         params = ffi.new("ucp_mem_map_params_t *")
         address, nbytes = region.address, region.nbytes
         params.field_mask = ucp.MAP_ADDRESS | ucp.MAP_LENGTH | ucp.MAP_MEMORY_TYPE
         params.address, params.length = ffi.cast("void *", address), nbytes
-        params.memory_type = ucp.MEMORY_HOST
+        params.memory_type = memory_type
         handle = ffi.new("ucp_mem_h *")
         library.check(api.ucp_mem_map(context.handle, params, handle), f"registering {nbytes} bytes")
         buffer, key_nbytes = ffi.new("void **"), ffi.new("size_t *")
@@ -136,7 +149,14 @@ class Registry:
             raise
         key = bytes(ffi.buffer(buffer[0], key_nbytes[0]))
         api.ucp_rkey_buffer_release(buffer[0])
-        return Registered(region, address, nbytes, handle[0], int(ffi.cast("uintptr_t", handle[0])), pack_key(key))
+        if memory_type != ucp.MEMORY_HOST and len(key) <= _EMPTY_KEY_NBYTES:
+            api.ucp_mem_unmap(context.handle, handle[0])
+            raise LinkError(
+                "none of UCX's transports here lets a peer reach CUDA memory; that takes cuda_ipc on one host, or RDMA "
+                "with GPUDirect (nvidia_peermem, or dmabuf)"
+            )
+        memh = int(ffi.cast("uintptr_t", handle[0]))
+        return Registered(region, address, nbytes, handle[0], memh, pack_key(key), memory_type)
 
     def unmap(self, registered: Registered) -> None:
         """In a turn: undo `map`; nothing of ours is in flight with it any more."""

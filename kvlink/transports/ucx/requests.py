@@ -36,6 +36,10 @@ ROW: Final = 64
 """Slots that are taken, filled and looked at together."""
 
 _ALIGNMENT: Final = 64
+_NO_WAY: Final = 2**64 + ucp.ERR_CANCELED
+"""What UCX answers at once where it has no protocol for two kinds of memory and may not imitate one; the endpoint stays
+as it is. Source: ``ucp_proto_reconfig_progress`` of UCX 1.21 and 1.22."""
+
 _IN_PROGRESS_BYTE: Final = bytes([ucp.IN_PROGRESS])
 
 
@@ -45,6 +49,7 @@ class Group(NamedTuple):
     stop: int
     memh: int
     rkey: Any
+    memory_type: int = ucp.MEMORY_HOST
 
 
 class Transfer:
@@ -56,6 +61,10 @@ class Transfer:
         local, nbytes, remote: addresses and lengths.
         groups: which of them have which regions, in order.
         keep: what must stay in place until it has ended.
+        is_on_device: memory of a device takes part, on either side.
+
+    Attributes:
+        is_refused: UCX has no way between these two memories; nothing was moved, and the endpoint is as it was.
     """
 
     __slots__ = (
@@ -65,7 +74,9 @@ class Transfer:
         "flush",
         "groups",
         "has_ended",
+        "is_on_device",
         "is_put",
+        "is_refused",
         "is_stopped",
         "keep",
         "local",
@@ -86,8 +97,10 @@ class Transfer:
         remote: list[int],
         groups: Sequence[Group],
         keep: object = None,
+        is_on_device: bool = False,
     ) -> None:
         self.endpoint = endpoint
+        self.is_on_device, self.is_refused = is_on_device, False
         self.is_put = is_put
         self.local, self.nbytes, self.remote = local, nbytes, remote
         self.groups = deque(groups)
@@ -130,13 +143,11 @@ class Slots:
         self._params_memory = ffi.new("ucp_request_param_t[]", num_slots)
         self._params = [[self._params_memory + row * ROW + index for index in range(ROW)] for row in range(num_rows)]
         size = ffi.sizeof("ucp_request_param_t")
-        self._memhs = np.ndarray(
-            (num_rows, ROW),
-            np.uint64,
-            ffi.buffer(self._params_memory),
-            dict(ffi.typeof("ucp_request_param_t").fields)["memh"].offset,
-            (ROW * size, size),
-        )
+        fields = dict(ffi.typeof("ucp_request_param_t").fields)
+        memory, shape, strides = ffi.buffer(self._params_memory), (num_rows, ROW), (ROW * size, size)
+        self._memhs = np.ndarray(shape, np.uint64, memory, fields["memh"].offset, strides)
+        self._memory_types = np.ndarray(shape, np.int32, memory, fields["memory_type"].offset, strides)
+        self._type_of_row = [ucp.MEMORY_HOST] * num_rows  # what is in `_memory_types`, for it seldom changes
         callback = int(ffi.cast("uintptr_t", libc.memset))
         address = int(self._memory.ctypes.data) + first
         for index in range(num_slots):
@@ -169,6 +180,8 @@ class Slots:
         statuses = self._statuses[number]
         statuses[: end - first] = ucp.IN_PROGRESS
         self._memhs[number] = group.memh
+        if self._type_of_row[number] != group.memory_type:
+            self._memory_types[number] = self._type_of_row[number] = group.memory_type
         move = self._api.ucp_put_nbx if transfer.is_put else self._api.ucp_get_nbx
         ep, rkey, lengths = transfer.endpoint.ep, group.rkey, transfer.nbytes[first:end]
         local, remote, params = transfer.local[first:end], transfer.remote[first:end], self._params[number]
@@ -182,6 +195,7 @@ class Slots:
             for index, answer in enumerate(answers):  # done at once, or refused: then UCX calls nobody
                 if answer == 0 or answer >= ucp.FIRST_ERROR_POINTER:
                     statuses[index] = answer & 0xFF
+            transfer.is_refused = transfer.is_on_device and not first and set(answers) == {_NO_WAY}
         transfer.rows.append(Row(number, end - first, total))
         transfer.position = end
         if end == group.stop:

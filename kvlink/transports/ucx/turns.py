@@ -147,7 +147,8 @@ class Turns:
                 transfer.done_nbytes += row.nbytes
             elif transfer.status == ucp.OK:
                 transfer.status = status
-                endpoint.failure = endpoint.failure or status
+                if not transfer.is_refused:
+                    endpoint.failure = endpoint.failure or status
         if transfer.status != ucp.OK:
             transfer.is_stopped = True
         if transfer.groups and not transfer.is_stopped:
