@@ -17,6 +17,7 @@ from kvlink.plan import Extent, total_nbytes
 from kvlink.transports.choice import choose_transports
 from kvlink.transports.ucx.cards import Card, Host, check_versions, pack_card, pack_key, unpack_card, unpack_key
 from kvlink.transports.ucx.context import settings_of
+from kvlink.transports.ucx.lanes import judge
 from kvlink.transports.ucx.pieces import cut_pieces
 
 CARD = Card((1, 22, 0), b"address of a worker", Host("boot", 1, 2, 3))
@@ -60,6 +61,46 @@ def test_pieces_are_the_bytes_of_the_extents(extents: list[Extent], longest: int
             (a, c) == (region, remote_region) and b <= local < b + n and local - b == remote - d
             for a, b, c, d, n in found
         ), (region, local)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "expected"),
+    [
+        ((), (False, False, True, False)),
+        (("posix", "cma"), (False, True, True, True)),
+        (("posix",), (False, False, True, False)),
+        (("tcp",), (True, False, False, False)),
+        (("tcp", "posix"), (True, False, False, False)),
+        (("tcp", "cma"), (False, True, False, False)),
+        (("rc_mlx5", "cma"), (False, True, False, False)),
+        (("posix", "cma", "cuda_ipc"), (False, True, True, False)),
+        (("posix", "cuda_ipc"), (False, False, True, False)),
+        (("tcp", "cuda_ipc", "cuda_copy"), (True, False, False, False)),
+        (("rc_verbs", "cuda_ipc", "gdr_copy"), (False, True, False, False)),
+    ],
+)
+def test_what_lanes_have(lanes: tuple[str, ...], expected: tuple[bool, ...]) -> None:
+    """TCP behind a lane of CUDA is still TCP, and a lane of CUDA moves nothing of the host's."""
+    assert tuple(judge(lanes)) == expected
+
+
+def test_cuda_enters_only_where_it_is_allowed() -> None:
+    """Without `allow_cuda` UCX is told of no transport of CUDA; with it of all, also beside names that were chosen."""
+    assert "cuda" not in settings_of(kv.UcxConfig())["TLS"]
+    assert settings_of(kv.UcxConfig(allow_cuda=True))["TLS"].split(",")[-1] == "cuda"
+    chosen = settings_of(kv.UcxConfig(allow_cuda=True, transports=("rc",)))
+    assert (chosen["TLS"], chosen["CUDA_IPC_ENABLE_GET_ZCOPY"], chosen["PROTO_EMULATION_ENABLE"]) == (
+        "rc,cuda",
+        "on",
+        "n",
+    )
+    assert settings_of(kv.UcxConfig(allow_cuda=True, transports=("^tcp",)))["TLS"] == "^tcp"
+    assert kv.UcxConfig.from_environ({"KVLINK_UCX_ALLOW_CUDA": "yes"}) == kv.UcxConfig(allow_cuda=True)
+    for wrong in ({"allow_tcp": True}, {"progress": "loop"}, {"provider": "ucxx"}):
+        with pytest.raises(kv.ParameterValueError, match="allow_cuda"):
+            kv.UcxConfig(allow_cuda=True, **wrong)
+    with pytest.raises(kv.ParameterTypeError, match="allow_cuda"):
+        kv.UcxConfig(allow_cuda=1)  # type: ignore[arg-type]  # refused
 
 
 def test_cards_and_keys_come_back() -> None:

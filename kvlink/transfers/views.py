@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import Final
 
 import anyio
 
@@ -17,6 +18,8 @@ from kvlink.memory.regions import STATE
 from kvlink.memory.stateregion import WORD_NBYTES
 from kvlink.transfers.transfer import load_word_within
 from kvlink.wire import CloseRead, Found, LookUp, Message, OpenRead, OpenWrite, Target
+
+_UNKNOWN_NBYTES: Final = 2**64
 
 
 def target_of(key: BlocksCacheKey | CacheKey | CacheKeyByIdAndIndex) -> Target:
@@ -115,11 +118,13 @@ async def accept_found(link: Link, found: Found, *, for_writing: bool) -> None:
     """Make the regions of an answer addressable, and refuse one that points outside of them."""
     endpoint = link.endpoint
     regions = {run.region for run in found.geometry.runs}
+    is_refused = False
     try:
         await endpoint.reach(regions, for_writing=for_writing)
     except FeatureNotEnabledError as exc:
         link.detour = str(exc)
         link.unreachable |= regions
+        is_refused = True
     link.check_alive()  # else its regions have gone, and what the peer has said looks wrong
     if found.word >= endpoint.region_nbytes(STATE) // WORD_NBYTES:
         raise ProtocolError(f"cluster {link.peer} names state word {found.word}, which it has not", peer=link.peer)
@@ -128,6 +133,8 @@ async def accept_found(link: Link, found: Found, *, for_writing: bool) -> None:
             f"cluster {link.peer} names slot {found.slot} of a cache with {found.geometry.num_slots}", peer=link.peer
         )
     limits = {region: endpoint.region_nbytes(region) for region in regions}
+    if is_refused:  # of such a region nothing is known, and no address in it is used: it takes a detour or an error
+        limits = {region: nbytes or _UNKNOWN_NBYTES for region, nbytes in limits.items()}
     if not all(limits.values()):  # reached, and taken back since
         raise CacheNotFoundError(
             f"cache {found.cache_id} of cluster {link.peer} ended while it was being opened",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import kvlink as kv
 from kvlink.caches.store import CacheStore
 from kvlink.links.table import LinkTable
+from kvlink.memory.regions import FIRST_REGISTERED
 from kvlink.transfers.serving import CacheServer
 from kvlink.transports.base import Transport
 
@@ -67,3 +68,17 @@ def table_of(cluster: kv.Cluster) -> LinkTable:
     table = cluster._links
     assert table is not None
     return table
+
+
+def take_cuda(cluster: kv.Cluster) -> None:
+    """Let a cluster register CUDA memory, and ask its UCX to, although there is no device here."""
+    _store(cluster).takes_cuda = True
+    for transport in cluster._transports:
+        services = getattr(transport, "_services", None)
+        if services is not None:
+            services.worker.context.reaches_cuda = True
+
+
+def regions(cluster: kv.Cluster) -> list[int]:
+    """Return the numbers of the regions that a cluster's caller has registered."""
+    return [number for number in _store(cluster).memory if number >= FIRST_REGISTERED]

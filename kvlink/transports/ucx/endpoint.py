@@ -37,6 +37,7 @@ from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.cards import unpack_key
 from kvlink.transports.ucx.connection import WorkerEndpoint
+from kvlink.transports.ucx.lanes import judge
 from kvlink.transports.ucx.pieces import cut_pieces
 from kvlink.transports.ucx.registry import Registered
 from kvlink.transports.ucx.requests import ROW, Group, Transfer
@@ -46,9 +47,6 @@ from kvlink.wire import Share
 _log = logging.getLogger(__name__)
 
 _MAX_REGIONS: Final = 65536
-_CUDA_LANES: Final = frozenset({"cuda_ipc", "cuda_copy", "gdr_copy"})
-_LOCAL_LANES: Final = frozenset({"posix", "sysv", "cma", "self", "knem", "xpmem"}) | _CUDA_LANES
-_COPYING_LANES: Final = frozenset({"posix", "sysv", "self", "tcp"})
 
 
 class RemoteRegion(NamedTuple):
@@ -391,8 +389,8 @@ class UcxEndpoint(Endpoint):
 
     def _take_lanes(self, lanes: tuple[str, ...]) -> None:
         self.lanes = lanes
-        for_host = set(lanes) - _CUDA_LANES  # which move nothing of the host's
-        if "tcp" in lanes and for_host <= _COPYING_LANES and not self._services.config.allow_tcp:
+        service = judge(lanes)
+        if service.is_tcp and not self._services.config.allow_tcp:
             self._lost(
                 FeatureNotEnabledError(
                     f"UCX serves this link over {', '.join(lanes)}, where get and put are imitated, and a peer's death "
@@ -405,11 +403,11 @@ class UcxEndpoint(Endpoint):
         # queue pair refuses writes once it is in error, gets there in some later turn, and may be connected to an
         # endpoint that UCX made by itself because the two sides counted their connections differently.
         self.capabilities = Capabilities(
-            is_one_sided=self._services.is_one_sided and not for_host <= _COPYING_LANES,
-            is_same_host=self._pidfd is not None and set(lanes) <= _LOCAL_LANES,
+            is_one_sided=self._services.is_one_sided and service.is_one_sided,
+            is_same_host=self._pidfd is not None and service.is_local,
         )
         # Then a transfer is a system call of ours: it needs no deadline, and small ones may be done where they stand.
-        self._is_copying = self.capabilities.is_one_sided and set(lanes) <= _LOCAL_LANES - _CUDA_LANES
+        self._is_copying = self._services.is_one_sided and service.is_copying
         if self._is_copying and self.immediate_nbytes < 0:
             self.immediate_nbytes, self.has_immediate_words = self._services.inline_nbytes, True
         self._is_wired = True
