@@ -37,7 +37,7 @@ from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.cards import unpack_key
 from kvlink.transports.ucx.connection import WorkerEndpoint
-from kvlink.transports.ucx.lanes import judge
+from kvlink.transports.ucx.lanes import judge, no_way
 from kvlink.transports.ucx.pieces import cut_pieces
 from kvlink.transports.ucx.registry import Registered
 from kvlink.transports.ucx.requests import ROW, Group, Transfer
@@ -311,11 +311,7 @@ class UcxEndpoint(Endpoint):
                 await until_set(done, patience_s=self._services.config.drain_s, hurry=self._give_up_to_be_quiet)
                 raise
         if transfer.is_refused:
-            raise FeatureNotEnabledError(
-                f"UCX has no way between these two memories over {', '.join(self.lanes)}, and nothing was moved: two "
-                "devices of one host need cuda_ipc, anything else with a device needs RDMA with GPUDirect (see "
-                "`nvidia-smi topo -m`, and nvidia_peermem)"
-            )
+            raise no_way(self.lanes)
         if transfer.status != ucp.OK:
             error = LinkLostError(self._describe(transfer.status), phase=phase)
             self._give_up(transfer.status)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from kvlink.errors import FeatureNotEnabledError
+
 _CUDA: Final = frozenset({"cuda_ipc", "cuda_copy", "gdr_copy"})
 _COPYING: Final = frozenset({"posix", "sysv", "cma", "self", "knem", "xpmem"})
 """A process copies itself, with the processor it is called on."""
@@ -43,4 +45,13 @@ def judge(names: tuple[str, ...]) -> Service:
         is_one_sided=not is_imitated,
         is_local=lanes <= _COPYING | _CUDA,
         is_copying=not is_imitated and lanes <= _COPYING,
+    )
+
+
+def no_way(names: tuple[str, ...]) -> FeatureNotEnabledError:
+    """Return the error of a transfer with a device's memory that none of the lanes can do."""
+    return FeatureNotEnabledError(
+        f"UCX has no way between these two memories over {', '.join(names)}, and nothing was moved: two devices of one "
+        "host need cuda_ipc, anything else with a device needs RDMA with GPUDirect (see `nvidia-smi topo -m`, and "
+        "nvidia_peermem)"
     )
