@@ -7,9 +7,10 @@ import secrets
 from collections.abc import Callable
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import anyio
+import anyio.to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
 from kvlink.acceptor import Acceptor
@@ -42,6 +43,10 @@ from kvlink.wire import Hello
 if TYPE_CHECKING:
     from kvlink.links.link import Link
     from kvlink.transports.base import Transport
+
+
+_LARGE_NBYTES: Final = 16 * 1024 * 1024
+"""Pools of this size and more are unmapped in a thread: 16 MiB take up to 5 ms."""
 
 
 class Cluster(LinkCalls):
@@ -105,6 +110,7 @@ class Cluster(LinkCalls):
         self._wrap_transport = wrap_transport
         self._acceptor: Acceptor | None = None
         self._is_closed = False
+        self._unmappings: list[Callable[[], None]] = []
         self._pid = os.getpid()
         self._closing: anyio.Event | None = None
 
@@ -246,10 +252,14 @@ class Cluster(LinkCalls):
                         await self._copier.drain()
         finally:
             self._release()
+            await self._unmap()
             self._closing.set()
 
     def abort(self) -> None:
-        """Close now: nothing is said to anyone, what is in flight fails. Idempotent; leave the context afterwards."""
+        """Close now: nothing is said to anyone, what is in flight fails. Idempotent.
+
+        Leave the context afterwards: that gives the memory of the pools back, which takes too long for the event loop.
+        """
         if os.getpid() != self._pid:
             return
         self._is_closed = True
@@ -267,8 +277,25 @@ class Cluster(LinkCalls):
         if self._copier is not None:
             self._copier.close()
         if self._store is not None:
-            self._store.close()
+            self._unmappings.append(self._store.retire())
         self._remove_socket()
+
+    async def _unmap(self) -> None:
+        """Give the memory of the pools back, but for what is viewed, in a thread that is not waited for for ever."""
+        unmappings, self._unmappings = self._unmappings, []
+
+        def unmap() -> None:
+            while unmappings:
+                unmappings.pop()()
+
+        if self._pool_nbytes + self._host_pool_nbytes < _LARGE_NBYTES:
+            unmap()
+            return
+        with anyio.move_on_after(self.config.close_timeout_s, shield=True):
+            try:
+                await anyio.to_thread.run_sync(unmap, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+            except RuntimeError:  # the host has no thread to give
+                unmap()
 
     async def switch_role(self, role: Role, *, listen: str | None = None) -> None:
         """Become another role. Caches, cache ids and bound keys survive; only what is allowed changes.

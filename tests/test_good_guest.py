@@ -25,6 +25,7 @@ import pytest
 
 import kvlink as kv
 from kvlink.caches.store import CacheStore
+from kvlink.memory import pool
 from tests.support import inside
 from tests.support.leaks import holdings, new_since
 from tests.support.loops import asyncio_and_uvloop, eventually, every_loop, run_on
@@ -204,6 +205,27 @@ async def test_closing_during_a_pull(how: str) -> None:
             expect(views, owner.stamp(1))
         await anyio.sleep(0.01)
         assert all(np.array_equal(view, copy) for view, copy in zip(views, after, strict=True))
+
+
+@every_loop
+@pytest.mark.parametrize("how", ["close", "abort"])
+async def test_a_large_pool_is_unmapped_beside_the_loop(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 0.3 s per GiB: a thread does it, the loop goes on, and when all is closed it has been done."""
+    where: list[threading.Thread] = []
+    let_go = pool._let_go
+
+    def note(held: list[Any]) -> None:
+        if len(held[1]) >= 2**24:
+            where.append(threading.current_thread())
+        let_go(held)
+
+    monkeypatch.setattr(pool, "_let_go", note)
+    async with kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="16MiB", host_pool="16MiB") as here:
+        if how == "abort":
+            here.abort()
+            assert not where
+    assert len(where) == 2
+    assert threading.current_thread() not in where
 
 
 @every_loop

@@ -346,6 +346,24 @@ def test_closing_in_any_order_and_twice() -> None:
     assert num_mappings() == 0
 
 
+@pytest.mark.parametrize("is_viewed", [False, True])
+def test_unmapping_is_left_to_the_call_that_is_returned(is_viewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`retire` takes no time; the call takes the pages out and unmaps, but leaves alone what somebody views."""
+    emptied: list[int] = []
+    monkeypatch.setattr("kvlink.memory.pool._depopulate", lambda address, nbytes: emptied.append(nbytes))
+    segment = Segment.create(NAME, 3 * 8 * 1024 * 1024 // 2)
+    view = segment.root(0, PAGE)[4:] if is_viewed else None
+    unmap, again = segment.retire(), segment.retire()
+    assert num_mappings() == 1
+    assert not emptied
+    again()
+    unmap()
+    assert emptied == ([] if is_viewed else [8 * 1024 * 1024, 4 * 1024 * 1024])
+    assert num_mappings() == is_viewed
+    del view
+    assert num_mappings() == 0
+
+
 def test_closing_twice_closes_nobody_elses_descriptor() -> None:
     """The number of a closed descriptor may belong to somebody else by then."""
     segment = Segment.create(NAME, PAGE)

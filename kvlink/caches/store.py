@@ -7,7 +7,7 @@ import secrets
 import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from threading import get_ident
 
@@ -317,8 +317,12 @@ class CacheStore:
 
     def close(self) -> None:
         """End every cache. Views that callers hold stay valid until they die. Idempotent."""
+        self.retire()()
+
+    def retire(self) -> Callable[[], None]:
+        """Close, but leave the unmapping of the pools to the call that is returned; see `Segment.retire`."""
         if self._is_closed:
-            return
+            return lambda: None
         self._is_closed = True
         self.mark = GONE
         self.state.end_all()
@@ -326,8 +330,13 @@ class CacheStore:
             handle.invalidate()
         self.memory.clear()
         self.state.close()
-        for pool in self._pools.values():
-            pool.segment.close()
+        unmappings = [pool.segment.retire() for pool in self._pools.values()]
+
+        def unmap() -> None:
+            for each in unmappings:
+                each()
+
+        return unmap
 
     def _free(self, entry: CacheEntry) -> None:
         if self._is_closed:

@@ -17,7 +17,10 @@ import fcntl
 import mmap
 import os
 import platform
+import sys
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,8 @@ Bytes = NDArray[np.uint8]
 _PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 * 1024 * 1024
 _ALIGNMENT = 512
+_STEP_NBYTES = 8 * 1024 * 1024
+_NUM_OWN_REFERENCES = 2  # a local variable, and the argument of `getrefcount`; each view holds one more
 _LARGE_NBYTES = 64 * 1024
 """Caches with tensors of at least this size begin on a page."""
 
@@ -174,11 +179,21 @@ class Segment:
 
     def close(self) -> None:
         """Give up our descriptor and our references; the mapping itself ends with the last view. Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            self._closer()
-            self.fd = -1
-            del self.memory, self._mapping
+        self.retire()()
+
+    def retire(self) -> Callable[[], None]:
+        """Close, but leave the unmapping, which takes up to 0.3 s per GiB, to the call that is returned. Idempotent.
+
+        That may be made in any thread, and holds neither the GIL nor, for long, the process's other mappings.
+        """
+        if not self._is_open:
+            return _nothing
+        self._is_open = False
+        self._closer()
+        self.fd = -1
+        held = [self._mapping, self.memory]
+        del self.memory, self._mapping
+        return partial(_let_go, held)
 
 
 class Pool:
@@ -261,12 +276,35 @@ def populate(memory: Bytes, *, for_writing: bool) -> None:
     _LIBC.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), advice)
 
 
+def _let_go(held: list[Any]) -> None:
+    """Drop a mapping that is in `held`, and the array on it.
+
+    What nobody views is emptied first, in steps: unmapping it at once would hold up everybody who maps or allocates.
+    What somebody views stays in the page table: to enter it anew would cost 1 to 3 s per GiB.
+    """
+    mapping, memory = held
+    held.clear()
+    address, nbytes = memory.ctypes.data, len(memory)
+    del memory
+    if sys.getrefcount(mapping) == _NUM_OWN_REFERENCES:
+        for start in range(0, nbytes, _STEP_NBYTES):
+            _depopulate(address + start, min(_STEP_NBYTES, nbytes - start))
+
+
+def _nothing() -> None:
+    """What is left to do for a segment that is closed already."""
+
+
 def depopulate(memory: Bytes) -> None:
     """Take all pages of a *shared* mapping out of this process's page table, without the GIL; its bytes stay.
 
     Whoever touches them again enters them again. On private memory this would lose the bytes.
     """
-    _LIBC.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(len(memory)), _MADV_DONTNEED)
+    _depopulate(memory.ctypes.data, len(memory))
+
+
+def _depopulate(address: int, nbytes: int) -> None:
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_DONTNEED)
 
 
 def _bind(fd: int, nbytes: int, node: int) -> None:

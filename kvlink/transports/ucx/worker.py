@@ -292,7 +292,10 @@ class Worker(Turns):
         has_ended: list[bool] = []
         if self._is_quiet and not self._is_left:
             with anyio.move_on_after(_JOIN_S, shield=True):
-                await anyio.to_thread.run_sync(end, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+                try:
+                    await anyio.to_thread.run_sync(end, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
+                except RuntimeError:  # the host has no thread to give
+                    end()
         if not has_ended:
             _log.error("UCX does not end what is in flight; its worker and its memory stay until this process ends")
             _given_up.append(self)
