@@ -59,6 +59,10 @@ FEW_BLOCKS: Final = 32
 """Up to here plain ints are checked, sorted and joined faster than numpy can: 0.5 us a block against 25 us and more."""
 
 
+_DENSE: Final = 16
+"""Numbers below so many times their count are marked in an array rather than sorted: a tenth of the time."""
+
+
 def few_blocks(blocks: Blocks) -> Sequence[int] | None:
     """Return 1 to `FEW_BLOCKS` block numbers as plain ints, not yet compared with any limit; None for all else.
 
@@ -91,13 +95,23 @@ def check_block_array(name: str, blocks: Blocks, num_blocks: int, *, is_unique: 
         return np.array(check_blocks(name, blocks, num_blocks, is_unique=is_unique), np.int64)
     if not len(numbers):
         return numbers
-    is_wrong = numbers.min() < 0 or numbers.max() >= num_blocks
+    limit = int(numbers.max()) + 1
+    is_wrong = numbers.min() < 0 or limit > num_blocks
     if not is_wrong and is_unique:
-        ordered = np.sort(numbers)
-        is_wrong = bool((ordered[1:] == ordered[:-1]).any())
+        is_wrong = _has_repeats(numbers, limit)
     if is_wrong:
         check_blocks(name, blocks, num_blocks, is_unique=is_unique)  # says which
     return numbers
+
+
+def _has_repeats(numbers: BlockArray, limit: int) -> bool:
+    """Whether a number occurs twice; all are at least 0 and below `limit`."""
+    if limit <= _DENSE * len(numbers):
+        is_there = np.zeros(limit, dtype=bool)
+        is_there[numbers] = True
+        return int(np.count_nonzero(is_there)) < len(numbers)
+    ordered = np.sort(numbers)
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def check_size(size: object) -> int:

@@ -457,3 +457,13 @@ def test_an_accepted_geometry_touches_only_shared_bytes(
     else:
         with pytest.raises(ParameterError):
             check_geometry(claimed, regions, peer=1)
+
+
+@given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**62)), max_size=40))
+def test_repeats_are_found_among_near_and_far_numbers(numbers: list[int]) -> None:
+    """Whether they lie close together, and are marked, or far apart, and are sorted."""
+    if len(set(numbers)) == len(numbers):
+        assert check_block_array("blocks", numbers, 2**63, is_unique=True).tolist() == numbers
+    else:
+        with pytest.raises(ParameterError, match="blocks"):
+            check_block_array("blocks", numbers, 2**63, is_unique=True)

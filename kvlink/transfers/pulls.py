@@ -31,8 +31,9 @@ from kvlink.links.gates import finish, start
 from kvlink.links.link import Link
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
-from kvlink.plan import Piece, join_blocks, plan_blocks, scatter_slot, spread
+from kvlink.plan import Piece, join_blocks, scatter_slot, spread
 from kvlink.report import TransferReport
+from kvlink.transfers.planning import plan
 from kvlink.transfers.staging import get_by_detour
 from kvlink.transfers.transfer import ended_while_read, get_checked, is_current
 from kvlink.transfers.turns import LoopTurns
@@ -176,8 +177,9 @@ class Puller:
                 pieces = join_blocks(destination, source, geometry.slot_nbytes)
                 num_extents = await get_by_detour(link, target_of(key), found, local, theirs, pieces, nbytes, left_s)
             else:
-                extents = plan_blocks(local, remote, destination, source, geometry.slot_nbytes)
+                extents = await plan(local, remote, destination, source, geometry.slot_nbytes)
                 num_extents = len(extents)
+                left_s = timeout_s - (perf_counter() - started)
                 await get_checked(link, found, extents, nbytes, timeout_s=left_s)
         except BaseException as exc:
             link.failed(exc)

@@ -36,8 +36,9 @@ from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
-from kvlink.plan import Extent, Piece, join_blocks, plan_blocks, restage, spread
+from kvlink.plan import Extent, Piece, join_blocks, restage, spread
 from kvlink.report import TransferReport
+from kvlink.transfers.planning import plan
 from kvlink.transfers.pulls import PLAIN_RANGES, Place
 from kvlink.transfers.staging import commit, stage
 from kvlink.transfers.transfer import is_current, load_word_within, vouch
@@ -205,8 +206,8 @@ class Pusher:
                 pieces = [Piece(ours_at, theirs_at, length) for theirs_at, ours_at, length in joined]
                 num_extents = await self._detour(link, target, grant, local, theirs, pieces, nbytes, left_s)
             else:
-                extents = plan_blocks(local, remote, source, destination, geometry.slot_nbytes, is_push=True)
-                num_extents = len(extents)
+                extents = await plan(local, remote, source, destination, geometry.slot_nbytes, is_push=True)
+                num_extents, left_s = len(extents), timeout_s - (perf_counter() - started)
                 await put_checked(link, grant, extents, nbytes, timeout_s=left_s)
         except BaseException as exc:
             link.failed(exc)
