@@ -233,6 +233,37 @@ async def test_a_stopped_process_costs_the_deadline() -> None:
         (await here.link_clusters([peer.info])).raise_for_status()
 
 
+# No link too many
+
+
+@every_loop
+@pytest.mark.parametrize("who", ["listens", "dials"])
+async def test_simultaneous_dials_make_no_link_too_many(who: str) -> None:
+    """Six at once where there is room for two, out of one cluster or into it: two links, and four are told why not."""
+    few = kv.ClusterConfig(max_links=2)
+    async with AsyncExitStack() as stack:
+        hub = await stack.enter_async_context(kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="64KiB", config=few))
+        others = [
+            await stack.enter_async_context(kv.Cluster(cluster_id=number, role=kv.Role.MIX, pool="64KiB"))
+            for number in range(2, 8)
+        ]
+        outcomes: list[kv.LinkResult] = []
+
+        async def link(other: kv.Cluster) -> None:
+            dialler, target = (other, hub) if who == "listens" else (hub, other)
+            info = kv.ClusterInfo(target.cluster_id, target.address)
+            outcomes.extend((await dialler.link_clusters([info], timeout_s=10))[1])
+
+        async with anyio.create_task_group() as tasks:
+            for other in others:
+                tasks.start_soon(link, other)
+        assert len(hub.links) == 2
+        assert sum(outcome.is_ok for outcome in outcomes) == 2
+        for outcome in outcomes:
+            assert outcome.is_ok or "2 links already" in str(outcome.error), outcome
+        await eventually(lambda: sum(len(other.links) for other in others) == 2, "both sides to agree")
+
+
 # One link per peer
 
 

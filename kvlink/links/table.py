@@ -31,6 +31,7 @@ from kvlink.errors import (
     StatusCode,
     TransferTimeoutError,
 )
+from kvlink.links.attempt import Attempt
 from kvlink.links.connections import connect, hang_up, origin, welcome
 from kvlink.links.events import LinkEvents
 from kvlink.links.gates import Quota
@@ -91,7 +92,7 @@ class LinkTable:
         self._link_closed = on_closed
         self._links: dict[int, Link] = {}
         self._beat_at: float | None = None
-        self._attempts: dict[int, _Attempt] = {}
+        self._attempts: dict[int, Attempt] = {}
         self._stopping: list[Link] = []  # those that have ended and whose puts have not, yet
         self._strangers = Strangers(max(_MAX_STRANGERS, config.max_links))
         self.events = LinkEvents()
@@ -138,7 +139,7 @@ class LinkTable:
         deadline = anyio.current_time() + timeout_s
         attempt = self._attempts.get(peer)
         if attempt is None:
-            attempt = self._attempts[peer] = _Attempt(info)
+            attempt = self._attempts[peer] = Attempt(info)
             self._tasks.start_soon(self._run_attempt, attempt)
         attempt.num_waiting += 1
         try:
@@ -265,11 +266,15 @@ class LinkTable:
 
     def _admit(self, hello: Hello) -> None:
         """Refuse a peer for which there is no room, or whose connection crosses ours."""
-        if len(self._links) >= self._config.max_links and hello.cluster_id not in self._links:
-            raise RefusedError(f"this cluster has its {self._config.max_links} links already", field="links")
+        self._check_room(hello.cluster_id)
         ours = self._hello().cluster_id
         if hello.cluster_id in self._attempts and ours < hello.cluster_id:
             raise RefusedError(f"cluster {ours} is dialling cluster {hello.cluster_id}", field=CROSSED)
+
+    def _check_room(self, peer: int) -> None:
+        """Refuse a link too many. Looked at again when a link is entered: any number may be on their way."""
+        if len(self._links) >= self._config.max_links and peer not in self._links:
+            raise RefusedError(f"this cluster has its {self._config.max_links} links already", field="links")
 
     async def _settle_old(self, hello: Hello) -> None:
         """Look at an older link of a peer that dials again.
@@ -293,7 +298,7 @@ class LinkTable:
                 field="cluster id",
             )
 
-    async def _run_attempt(self, attempt: _Attempt) -> None:
+    async def _run_attempt(self, attempt: Attempt) -> None:
         peer = attempt.info.cluster_id
         link: Link | None = None
         with attempt.scope:
@@ -325,7 +330,7 @@ class LinkTable:
         if link is not None:
             await link.run()
 
-    async def _dial(self, attempt: _Attempt) -> Link | None:
+    async def _dial(self, attempt: Attempt) -> Link | None:
         """Return a new link, or None when the peer's own connection has become the link."""
         info = attempt.info
         whom = f"cluster {info.cluster_id} at {info.address}"
@@ -357,9 +362,12 @@ class LinkTable:
         if greeted is None:
             await attempt.came_in.wait()
             return None
-        link = self._open(greeted, info.address, is_dialled=True)
-        if link is None:
-            await _drop(greeted)
+        link: Link | None = None
+        try:
+            link = self._open(greeted, info.address, is_dialled=True)
+        finally:
+            if link is None:
+                await _drop(greeted)
         return link
 
     def _stays(self, old: Link, hello: Hello, is_dialled: bool) -> bool:
@@ -389,11 +397,15 @@ class LinkTable:
 
         The same two lives, linked by both at the same moment: the connection that the lower cluster id dialled stays,
         on both sides.
+
+        Raises:
+            RefusedError: there are as many links as there may be; nothing was done.
         """
         peer = greeted.hello.cluster_id
         old = self._links.get(peer)
         if old is not None and self._stays(old, greeted.hello, is_dialled):
             return None
+        self._check_room(peer)
         link = Link(
             greeted,
             address=address,
@@ -427,19 +439,6 @@ class LinkTable:
             self._stopping.append(link)
         self._link_closed(link)
         self.events.closed(link)
-
-
-class _Attempt:
-    """One dial that is under way, and those who wait for it."""
-
-    def __init__(self, info: ClusterInfo) -> None:
-        self.info = info
-        self.scope = anyio.CancelScope()
-        self.dialling = anyio.CancelScope()
-        self.settled = anyio.Event()
-        self.came_in = anyio.Event()
-        self.error: KVLinkError | None = None
-        self.num_waiting = 0
 
 
 async def _drop(greeted: Greeted) -> None:
