@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -241,6 +242,20 @@ async def test_host_memory_that_ucx_refuses_takes_a_detour(monkeypatch: pytest.M
         expect(cache.tensors, Stamp(P, 1, 3), [2], src_blocks=[1])
         owner.deallocate_cache(cache)
         s.forget()
+        await s.check_alive()
+
+
+@pytest.mark.ucx
+async def test_memory_that_was_given_up_meanwhile_is_no_refusal(transport: str) -> None:
+    """A region that its owner has given up before UCX could register it: there is none, and no detour to it either."""
+    if transport != "ucx":
+        pytest.skip("only UCX registers")
+    async with scene(transport) as s:
+        inside.link_to(s.prompt, D).endpoint.share([999], for_writing=False)
+        endpoint = inside.link_to(s.decoder, P).endpoint
+        with anyio.fail_after(5):
+            await endpoint.reach([999], for_writing=False)
+        assert endpoint.region_nbytes(999) == 0
         await s.check_alive()
 
 

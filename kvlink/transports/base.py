@@ -140,6 +140,8 @@ class Endpoint(ABC):
     async def reach(self, regions: Collection[int], *, for_writing: bool) -> None:
         """Wait until these regions of the peer can be addressed; the peer has been asked to `share` them.
 
+        One that the peer has given up since has no bytes: see `region_nbytes`.
+
         Raises:
             FeatureNotEnabledError: this endpoint cannot reach one of them, and why.
         """

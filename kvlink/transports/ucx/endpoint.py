@@ -39,7 +39,7 @@ from kvlink.transports.ucx.cards import unpack_key
 from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.lanes import judge, no_way
 from kvlink.transports.ucx.pieces import cut_pieces
-from kvlink.transports.ucx.registry import Registered
+from kvlink.transports.ucx.registry import GONE, Registered
 from kvlink.transports.ucx.requests import ROW, Group, Transfer
 from kvlink.transports.ucx.services import MAX_LOADS, Services
 from kvlink.wire import Share
@@ -155,6 +155,8 @@ class UcxEndpoint(Endpoint):
             while region not in self._remote or not self._is_wired:
                 self._check_open()
                 if region in self._refused:
+                    if self._refused[region] == GONE:
+                        break  # given up since we were told of it: it has no bytes
                     raise FeatureNotEnabledError(
                         f"the peer's memory cannot be reached over UCX: {self._refused[region]}"
                     )
@@ -416,9 +418,9 @@ class UcxEndpoint(Endpoint):
         if registered is None:
             self._post(Share(region=number, nbytes=0, address=0, key=b"", reason=reason[:1000]))
         else:
-            where, nbytes, is_on_device = registered.address, registered.nbytes, registered.is_on_device
-            share = Share(region=number, nbytes=nbytes, address=where, key=registered.key, is_on_device=is_on_device)
-            self._post(share)
+            region, nbytes, address, key = number, registered.nbytes, registered.address, registered.key
+            is_on_device = registered.is_on_device
+            self._post(Share(region=region, nbytes=nbytes, address=address, key=key, is_on_device=is_on_device))
 
     def _on_failed(self) -> None:
         self._give_up(self._connection.failure)

@@ -21,6 +21,9 @@ from kvlink.transports.ucx.cards import pack_key
 from kvlink.transports.ucx.turns import call
 from kvlink.transports.ucx.worker import Worker
 
+GONE: Final = "it is not there any more"
+"""Why a region was not registered that its owner has given up meanwhile."""
+
 _EMPTY_KEY_NBYTES: Final = 9
 """A key that names no memory domain: their map, and the kind of memory. Source: ``ucp_rkey_packed_size``."""
 
@@ -79,7 +82,7 @@ class Registry:
             return
         region = self._local.get(number)
         if region is None:
-            then(None, f"region {number} is not there any more")
+            then(None, GONE)
             return
         waiting = self._waiting.setdefault(number, [])
         waiting.append(then)
@@ -182,7 +185,7 @@ class Registry:
                 self._known[number] = made
             else:  # forgotten meanwhile
                 self._drop(made)
-                made, reason = None, f"region {number} is not there any more"
+                made, reason = None, GONE
         for then in waiting:
             call(partial(then, made, reason))
 
