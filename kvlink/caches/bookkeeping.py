@@ -115,10 +115,12 @@ class CacheBookkeeping:
         CUDA memory is moved by UCX alone, with `UcxConfig.allow_cuda` on both sides: over a link of another transport,
         and where UCX has no way, calls of either side raise `FeatureNotEnabledError`, and no detour is taken. kvlink
         waits for no stream. Before a peer may pull, and before a push of ours, what writes the source blocks must have
-        ended on the device (``torch.cuda.synchronize``, or an event that was waited for). When a pull has returned, or
-        a peer was told of a push, the bytes are there for all that is submitted to the device from then on; a kernel
-        that runs already may see old ones. The memory is kept alive, and not locked; `KvCache.tensors` are the objects
-        that were registered, and copies within a cluster are the framework's.
+        ended on the device (``torch.cuda.synchronize``, or an event that was waited for); so must have what reads or
+        writes the destination blocks. When a pull has returned, or a peer was told of a push, the bytes are there for
+        all that is submitted to the device from then on; a kernel that runs already may see old ones. The memory is
+        kept alive, and not locked: free it when the cache is unregistered and the links to those that used it have
+        ended, since UCX keeps it mapped for a peer as long as the link lives. `KvCache.tensors` are the objects that
+        were registered, and copies within a cluster are the framework's.
 
         Raises:
             ParameterError: a buffer does not fit, or a key is bound already; nothing is registered.

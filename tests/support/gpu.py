@@ -48,6 +48,13 @@ def missing() -> str:
     return ""
 
 
+def num_devices() -> int:
+    """Return how many devices the driver knows."""
+    count = ctypes.c_int()
+    assert ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value
+
+
 def need_gpu() -> None:
     """Skip the test, naming the missing part, where device memory cannot be moved."""
     reason = missing()
