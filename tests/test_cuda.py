@@ -373,7 +373,8 @@ async def test_what_the_driver_says() -> None:
         register = here.kv_cache_manager.register_blocks_cache
         cache = register(desc, [array])
         assert (cache.device, cache.tensor_addresses) == (0, [array.address])
-        assert cache.tensors == (array,)
+        objects: tuple[Any, ...] = cache.tensors
+        assert objects == (array,)
         here.kv_cache_manager.unregister_cache(cache)
         for claim, why in (
             (Claim(array.address, (4, 1 << 28)), "expandable_segments"),
