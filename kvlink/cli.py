@@ -15,6 +15,7 @@ import anyio
 import msgspec
 import numpy as np
 
+from kvlink.doctor.host import Host, num_cores
 from kvlink.errors import KVLinkError
 from kvlink.memory.pool import Segment
 from kvlink.wire import PROTOCOL_VERSION
@@ -55,10 +56,11 @@ def _facts() -> dict[str, str]:
         "kvlink": f"{version('kvlink')} (protocol {PROTOCOL_VERSION})",
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}",
         "numpy, anyio, msgspec": f"{np.__version__}, {_version_of(anyio)}, {_version_of(msgspec)}",
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(num_cores()),
         "shared memory": _try_segment(),
         "process death seen at once": "yes" if hasattr(os, "pidfd_open") else "no: needs Linux 5.3",
-        "yama ptrace_scope": yama.read_text().strip() if yama.exists() else "absent: registered memory is reachable",
+        "yama ptrace_scope": (Host().read(str(yama)) if yama.exists() else "absent: registered memory is reachable")
+        or "cannot be read",
     }
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 PROBE_TIMEOUT_S: Final = 15.0
+_END_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,11 @@ def _collect(process: subprocess.Popen[bytes], within_s: float, timeout_s: float
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
+    if process.returncode is None:  # not waited for: the number of its group is still its own, and of what it started
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # it may sleep where no signal wakes it: on a disk or a device that hangs
+        process.wait(_END_S)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()

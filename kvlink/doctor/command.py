@@ -7,13 +7,14 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from kvlink.doctor.children import Answer, run_probes
 from kvlink.doctor.fabric import choose, examine_devices, examine_ucx
-from kvlink.doctor.findings import Diagnosis, Finding, State
+from kvlink.doctor.findings import Diagnosis, Finding, Served, State, failed_check
 from kvlink.doctor.host import Host, examine_host
 from kvlink.doctor.settings import read_settings
 from kvlink.doctor.sharing import examine_sharing
@@ -49,11 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = ", ".join(finding.name for finding in diagnosis.findings)
         parser.error(f"there is no check {', '.join(sorted(unknown))}; checks here are {names}")
     diagnosis = diagnosis.needing(arguments.need)
-    if arguments.json:
-        print(json.dumps(diagnosis.as_json(), indent=2))
-    else:
-        print(show(diagnosis))
-    return 0 if diagnosis.is_well else 1
+    text = json.dumps(diagnosis.as_json(), indent=2) if arguments.json else show(diagnosis)
+    return 0 if _say(text) and diagnosis.is_well else 1
+
+
+def _say(text: str) -> bool:
+    """Print as much as standard output takes: names of files and devices may be anything. Return whether it could."""
+    if sys.stdout is None:
+        return False
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as exc:
+        with suppress(OSError):  # else the interpreter tries once more at its end, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return isinstance(exc, BrokenPipeError)  # who has closed it has read enough
+    return True
 
 
 def examine(
@@ -76,15 +88,30 @@ def examine(
     library = ucx_library or config.ucx.library_path
     ucx = () if library is None else (library,)
     answers = probe({"sharing": (), "foreign": (), "sockets": (), "ucx": ucx})
-    devices = tuple(examine_devices(host))
+    devices = _guarded("rdma-devices", "ucx", lambda: examine_devices(host))
+    has_cards = devices[0].state is not State.MISSING
     findings = (
-        *examine_sharing(host, answers),
+        *_guarded("pool-memory", "memory", lambda: examine_sharing(host, answers), is_needed=True),
         settings,
         *examine_host(host),
         *devices,
-        *examine_ucx(answers["ucx"], has_cards=devices[0].state is not State.MISSING),
+        *_guarded("ucx-library", "ucx", lambda: examine_ucx(answers["ucx"], has_cards=has_cards)),
     )
-    return Diagnosis(findings, choose(findings, config), _versions())
+    try:
+        served = choose(findings, config)
+    except Exception as exc:  # of a check that has failed, the others know nothing
+        served = tuple(Served(place, None, f"not known: {exc!r}") for place in ("same host", "another host"))
+    return Diagnosis(findings, served, _versions())
+
+
+def _guarded(
+    name: str, group: str, look: Callable[[], Iterable[Finding]], *, is_needed: bool = False
+) -> tuple[Finding, ...]:
+    """Return what a check finds; where it fails itself, that."""
+    try:
+        return tuple(look())
+    except Exception as exc:  # a host that is unlike any that was thought of
+        return (failed_check(name, group, exc, state=State.MISSING, is_needed=is_needed),)
 
 
 def show(diagnosis: Diagnosis) -> str:
@@ -116,8 +143,7 @@ def _versions() -> dict[str, str]:
     versions = {"kvlink": _version_of("kvlink"), "protocol": str(PROTOCOL_VERSION)}
     versions["python"] = platform.python_version()
     versions |= {name: _version_of(name) for name in ("numpy", "anyio", "msgspec")}
-    system = os.uname()
-    versions["kernel"] = f"{system.sysname} {system.release} {system.machine}"
+    versions["kernel"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     return versions
 
 

@@ -27,7 +27,7 @@ def rdma_devices(host: Host) -> list[dict[str, Any]]:
                 "rate": host.read(f"{home}/ports/{port}/rate"),
             }
             for port in host.names(f"{home}/ports")
-            if port.isdigit()
+            if port.isdecimal()
         ]
         node = host.read(f"{home}/device/numa_node")
         devices.append(
@@ -110,7 +110,7 @@ def examine_ucx(answer: Answer, *, has_cards: bool) -> Iterator[Finding]:
         else "",
         facts={name: facts[name] for name in ("version", "path", "origin", "configure_line", "is_one_sided")},
     )
-    names = sorted({str(transport) for transport, _ in facts["devices"]})
+    names = sorted({str(device[0]) for device in facts["devices"]})
     is_blind = has_cards and not facts["has_verbs"]
     yield Finding(
         name="ucx-transports",

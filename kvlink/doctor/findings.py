@@ -105,3 +105,15 @@ class Diagnosis:
                 {"place": served.place, "transport": served.transport, "reason": served.reason} for served in self.links
             ],
         }
+
+
+def failed_check(name: str, group: str, error: Exception, *, state: State, is_needed: bool = False) -> Finding:
+    """Return the finding that a check has failed itself."""
+    return Finding(
+        name=name,
+        group=group,
+        state=state,
+        found=f"this check failed: {type(error).__name__}: {error}",
+        advice="please report it, with what `kvlink doctor --json` says",
+        is_needed=is_needed,
+    )

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from kvlink.doctor.findings import Finding, State
+from kvlink.doctor.findings import Finding, State, failed_check
 from kvlink.memory.hostmemory import available_nbytes
 
 LINK_DESCRIPTORS: Final = 10
@@ -53,7 +53,7 @@ class Host:
         for line in (self.read("proc/meminfo") or "").splitlines():
             head, _, rest = line.partition(":")
             words = rest.split()
-            if head == name and words and words[0].isdigit():
+            if head == name and words and words[0].isdecimal():
                 return int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
         return None
 
@@ -64,13 +64,7 @@ def examine_host(host: Host) -> Iterator[Finding]:
         try:
             yield examine(host)
         except Exception as exc:  # a kernel that describes itself in a way that nobody thought of
-            yield Finding(
-                name=examine.__name__.replace("_", "-"),
-                group="host",
-                state=State.WARN,
-                found=f"this check failed: {type(exc).__name__}: {exc}",
-                advice="please report it, with what `kvlink doctor --json` says",
-            )
+            yield failed_check(examine.__name__.replace("_", "-"), "host", exc, state=State.WARN)
 
 
 def open_files(host: Host) -> Finding:
@@ -194,7 +188,7 @@ def numa(host: Host) -> Finding:
 
 def cores(host: Host) -> Finding:
     """Count the cores that this process may use: copies want one beside the event loop's."""
-    count = len(os.sched_getaffinity(0))
+    count = num_cores()
     return Finding(
         name="cores",
         group="host",
@@ -203,6 +197,14 @@ def cores(host: Host) -> Finding:
         advice="" if count > 1 else "copies and the event loop share one: large transfers delay the loop",
         facts={"count": count},
     )
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use, of all where the system does not say."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (OSError, AttributeError):
+        return os.cpu_count() or 1
 
 
 def event_loops(host: Host) -> Finding:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlink.errors import OutOfMemoryError, ProtocolError
+from kvlink.errors import FeatureNotEnabledError, OutOfMemoryError, ProtocolError
 from kvlink.memory.allocator import Allocator, PoolExhausted
 from kvlink.memory.hostmemory import available_nbytes
 
@@ -40,8 +40,9 @@ _NUM_OWN_REFERENCES = 2  # a local variable, and the argument of `getrefcount`; 
 _LARGE_NBYTES = 64 * 1024
 """Caches with tensors of at least this size begin on a page."""
 
-# <linux/fcntl.h>; the names are in `fcntl` from Python 3.10 on, on Linux only.
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# <linux/fcntl.h>; `fcntl` has the names on Linux only, and elsewhere kvlink must be able to say what is missing.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = 0x0002 | 0x0004  # F_SEAL_SHRINK, F_SEAL_GROW
 
 
 class Segment:
@@ -91,7 +92,10 @@ class Segment:
 
         Raises:
             OutOfMemoryError: the host has not that much memory of that kind to give.
+            FeatureNotEnabledError: this is not Linux.
         """
+        if not hasattr(os, "memfd_create"):
+            raise FeatureNotEnabledError(f"kvlink needs Linux: {platform.system()} has no memfd_create")
         page = _HUGE_PAGE if is_huge else _PAGE
         nbytes = -(-nbytes // page) * page
         available = None if is_huge else available_nbytes()
@@ -118,7 +122,7 @@ class Segment:
             if numa_node is not None:
                 _bind(fd, nbytes, numa_node)
             os.posix_fallocate(fd, 0, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
         except OSError as exc:
             os.close(fd)
             if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EINVAL):
@@ -144,7 +148,7 @@ class Segment:
             ProtocolError: it is not a sealed memfd of that length, so touching it could kill this process.
         """
         try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            seals = fcntl.fcntl(fd, _F_GET_SEALS)
             length = os.fstat(fd).st_size
         except OSError as exc:
             os.close(fd)

@@ -15,7 +15,7 @@ import ctypes
 import errno
 import os
 import select
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -29,10 +29,15 @@ MAX_PIECES: Final = 1024
 _PR_SET_PTRACER: Final = 0x59616D61  # <linux/prctl.h>
 _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
-for _name in ("process_vm_readv", "process_vm_writev"):
-    _function = getattr(_LIBC, _name)
-    _function.restype = ctypes.c_ssize_t
-    _function.argtypes = (
+
+
+def _function(name: str) -> Callable[..., int]:
+    """Return a function of the C library; where it has none, one that says what a kernel without it would."""
+    found = getattr(_LIBC, name, None)
+    if found is None:
+        return _refuse
+    found.restype = ctypes.c_ssize_t
+    found.argtypes = (
         ctypes.c_int,
         ctypes.c_void_p,
         ctypes.c_ulong,
@@ -40,6 +45,16 @@ for _name in ("process_vm_readv", "process_vm_writev"):
         ctypes.c_ulong,
         ctypes.c_ulong,
     )
+    return found  # type: ignore[no-any-return]  # a function of C
+
+
+def _refuse(*_: object) -> int:
+    ctypes.set_errno(errno.ENOSYS)
+    return -1
+
+
+_READ: Final = _function("process_vm_readv")
+_WRITE: Final = _function("process_vm_writev")
 
 Vectors = NDArray[np.uint64]
 """Rows of (address, nbytes): a C array of ``struct iovec``."""
@@ -51,7 +66,8 @@ def permit_tracing(pid: int | None) -> None:
     Without Yama this changes nothing. It also lets that process trace this one; hence never done unasked.
     """
     which = _PR_SET_PTRACER_ANY if pid is None else ctypes.c_ulong(pid)
-    _LIBC.prctl(_PR_SET_PTRACER, which, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    prctl = getattr(_LIBC, "prctl", _refuse)
+    prctl(_PR_SET_PTRACER, which, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 
 class ForeignMemory:
@@ -101,7 +117,7 @@ class ForeignMemory:
             LinkLostError: the process has ended.
             TransportError: the memory is not there any more.
         """
-        call = _LIBC.process_vm_writev if is_write else _LIBC.process_vm_readv
+        call = _WRITE if is_write else _READ
         expected = int(local[:, 1].sum())
         copied = call(self.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
         number = ctypes.get_errno() if copied < 0 else 0
@@ -124,7 +140,7 @@ class ForeignMemory:
         piece, address = self._piece, self._piece_address
         piece[0, 0], piece[1, 0] = local, remote
         piece[:, 1] = nbytes
-        call = _LIBC.process_vm_writev if is_write else _LIBC.process_vm_readv
+        call = _WRITE if is_write else _READ
         return bool(call(self.pid, address, 1, address + 16, 1, 0) == nbytes) and self._is_alive()
 
     def _is_alive(self) -> bool:
