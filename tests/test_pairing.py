@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlink.checks import FEW_BLOCKS, Tensors, check_block_array, few_blocks
+from kvlink.checks import Tensors, check_block_array, few_blocks
 from kvlink.errors import ParameterError
 from kvlink.geometry import CacheGeometry, TensorRun
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
-from kvlink.plan import Extent, ExtentFields, plan_blocks
+from kvlink.plan import FEW_BLOCKS, Extent, ExtentFields, plan_blocks
 from kvlink.transports.base import Endpoint
 from kvlink.wire import Found
 

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from kvlink.checks import Tensors
 from kvlink.geometry import TensorRun
 from kvlink.links.grants import WriteGrant
-from kvlink.plan import ExtentFields, pair_runs
+from kvlink.plan import ExtentFields, join_few, pair_runs
 from kvlink.transports.base import Endpoint
 from kvlink.wire import Found
 
@@ -152,23 +152,9 @@ def move_few(
 def _join_few(
     local: Sequence[int], remote: Sequence[int], num_local: int, num_remote: int, *, is_push: bool
 ) -> list[tuple[int, int, int]]:
-    """Return (our block, the peer's, blocks) of the fewest pieces; nothing where a number is wrong or occurs twice.
-
-    As `join_blocks`, for a few plain ints, with the checks of them.
-    """
+    """Return (our block, the peer's, blocks) of the fewest pieces; nothing where a number is wrong or occurs twice."""
     if min(local) < 0 or min(remote) < 0 or max(local) >= num_local or max(remote) >= num_remote:
         return []
-    pieces: list[tuple[int, int, int]] = []
-    first = first_other = length = 0
-    pairs = zip(remote, local, strict=True) if is_push else zip(local, remote, strict=True)
-    for unique, other in sorted(pairs):
-        if length and unique == first + length and other == first_other + length:
-            length += 1
-            continue
-        if length:
-            if unique == first + length - 1:
-                return []
-            pieces.append((first_other, first, length) if is_push else (first, first_other, length))
-        first, first_other, length = unique, other, 1
-    pieces.append((first_other, first, length) if is_push else (first, first_other, length))
-    return pieces
+    if is_push:
+        return [(ours, theirs, length) for theirs, ours, length in join_few(remote, local)]
+    return join_few(local, remote)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from kvlink.caches.table import CacheEntry
 from kvlink.checks import check_blocks, check_same_kind
 from kvlink.errors import FeatureNotEnabledError, KVLinkError, MismatchError, ParameterError
@@ -223,6 +221,5 @@ class LayerSender:
             scattered = scatter_slot(destination, block_nbytes, slot_offset, own_nbytes)
             pieces = [Piece(local, remote, nbytes) for remote, local, nbytes in scattered]
         else:
-            local, remote = np.asarray(source, np.int64), np.asarray(destination, np.int64)
-            return plan_blocks(place.local, place.remote, local, remote, block_nbytes, is_push=True)
+            return plan_blocks(place.local, place.remote, source, destination, block_nbytes, is_push=True)
         return spread(place.local, place.remote, pieces)

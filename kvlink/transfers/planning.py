@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -9,7 +10,7 @@ import anyio
 import anyio.to_thread
 
 from kvlink.geometry import TensorRun
-from kvlink.plan import BlockArray, Extents, plan_blocks
+from kvlink.plan import BlockNumbers, Extent, plan_blocks
 
 MANY_BLOCKS: Final = 65536
 """Planning takes 0.3 us a block, so 20 ms from here on; a change of threads takes 0.1 ms."""
@@ -18,12 +19,12 @@ MANY_BLOCKS: Final = 65536
 async def plan(
     local_runs: tuple[TensorRun, ...],
     remote_runs: tuple[TensorRun, ...],
-    local: BlockArray,
-    remote: BlockArray,
+    local: BlockNumbers,
+    remote: BlockNumbers,
     block_nbytes: int,
     *,
     is_push: bool = False,
-) -> Extents:
+) -> Sequence[Extent]:
     """Return what `plan_blocks` does. Waits with `MANY_BLOCKS` or more: what the caller knew may have changed then.
 
     Ownership: the arrays are the caller's, who leaves them as they are.

@@ -14,7 +14,7 @@ from kvlink.caches.table import CacheEntry
 from kvlink.checks import (
     Blocks,
     Tensors,
-    check_block_array,
+    check_block_numbers,
     check_blocks,
     check_layer_range,
     check_layer_width,
@@ -23,6 +23,7 @@ from kvlink.checks import (
     check_same_length,
     check_same_tensors,
     few_blocks,
+    highest,
 )
 from kvlink.errors import ParameterError
 from kvlink.geometry import CacheGeometry, select_runs
@@ -31,7 +32,7 @@ from kvlink.links.gates import finish, start
 from kvlink.links.link import Link
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
-from kvlink.plan import Piece, join_blocks, scatter_slot, spread
+from kvlink.plan import Piece, as_ints, join_blocks, scatter_slot, spread
 from kvlink.report import TransferReport
 from kvlink.transfers.planning import plan
 from kvlink.transfers.staging import get_by_detour
@@ -151,14 +152,14 @@ class Puller:
         width = check_layer_width(tensor_num_per_layer)
         check_layer_range("src_layer_range", src_layer_range)
         entry = self._store.own_entry(cache, "the destination")
-        destination = check_block_array("dst_blocks", dst_blocks, entry.geometry.num_slots, is_unique=True)
-        source = check_block_array("src_blocks", src_blocks, 2**63)
+        destination = check_block_numbers("dst_blocks", dst_blocks, entry.geometry.num_slots, is_unique=True)
+        source = check_block_numbers("src_blocks", src_blocks, 2**63)
         check_same_length(source, destination)
         ours = check_layers("dst_layer_range", dst_layer_range, entry.geometry.num_tensors, width)
         link = self._links.open_link(key.cluster_id)
         if not len(destination):
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
-        done = tuple(destination.tolist())
+        done = tuple(as_ints(destination))
         movement = self._store.begin_moving(entry, done)
         in_turn_s: float | None = None
         try:
@@ -168,7 +169,7 @@ class Puller:
             pairing = await self._pair(link, key, entry, ours, src_layer_range, width, place, in_turn_s)
             found, local, remote, num_tensors, theirs = pairing[:5]
             geometry = found.geometry
-            if int(source.max()) >= geometry.num_slots:
+            if highest(source) >= geometry.num_slots:
                 check_blocks("src_blocks", source, geometry.num_slots)
             nbytes = geometry.slot_nbytes * len(done) * num_tensors
             found_at = perf_counter()

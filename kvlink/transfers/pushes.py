@@ -19,7 +19,7 @@ from kvlink.caches.table import CacheEntry
 from kvlink.checks import (
     Blocks,
     Tensors,
-    check_block_array,
+    check_block_numbers,
     check_blocks,
     check_layer_range,
     check_layers,
@@ -27,6 +27,7 @@ from kvlink.checks import (
     check_same_length,
     check_same_tensors,
     few_blocks,
+    highest,
 )
 from kvlink.errors import CacheNotFoundError, KVLinkError, ParameterError, ParameterTypeError, TransferTimeoutError
 from kvlink.geometry import TensorRun, select_runs
@@ -36,7 +37,7 @@ from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
-from kvlink.plan import Extent, Piece, join_blocks, restage, spread
+from kvlink.plan import Extent, Piece, as_ints, join_blocks, restage, spread
 from kvlink.report import TransferReport
 from kvlink.transfers.planning import plan
 from kvlink.transfers.pulls import PLAIN_RANGES, Place
@@ -179,14 +180,14 @@ class Pusher:
         check_layer_range("dst_layer_range", dst_layer_range)
         entry = self._store.own_entry(cache, "the source")
         ours = check_layers("src_layer_range", src_layer_range, entry.desc.num_tensors, tensor_num_per_layer)
-        source = check_block_array("src_blocks", src_blocks, entry.desc.num_slots)
-        destination = check_block_array("dst_blocks", dst_blocks, 2**63, is_unique=True)
+        source = check_block_numbers("src_blocks", src_blocks, entry.desc.num_slots)
+        destination = check_block_numbers("dst_blocks", dst_blocks, 2**63, is_unique=True)
         check_same_length(source, destination)
         link = self._links.open_link(key.cluster_id)
         if not len(destination):
             return TransferReport.of(link.peer, link.transport, 0, 0, started, ())
-        done, target = tuple(destination.tolist()), cache_of(key)
-        movement = self._store.begin_moving(entry, source.tolist())
+        done, target = tuple(as_ints(destination)), cache_of(key)
+        movement = self._store.begin_moving(entry, as_ints(source))
         in_turn_s: float | None = None
         try:
             in_turn_s = await start(link, timeout_s)
@@ -196,7 +197,7 @@ class Pusher:
             assert grant is not None
             found, local, remote, num_tensors, theirs = pairing[:5]
             geometry = found.geometry
-            if int(destination.max()) >= geometry.num_slots:
+            if highest(destination) >= geometry.num_slots:
                 check_blocks("dst_blocks", destination, geometry.num_slots)
             nbytes = geometry.slot_nbytes * len(done) * num_tensors
             found_at = perf_counter()

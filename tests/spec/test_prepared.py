@@ -16,7 +16,7 @@ import pytest
 import kvlink as kv
 from kvlink.checks import check_block_array
 from kvlink.geometry import TensorRun
-from kvlink.plan import plan_blocks
+from kvlink.plan import FEW_BLOCKS, plan_blocks
 from tests.spec.harness import D, P, Pair, link, linked_pair, refused, stamped
 from tests.support.inside import link_to
 from tests.support.pattern import expect
@@ -196,7 +196,7 @@ def test_planning_has_no_loop_over_blocks(kind: Callable[..., Any]) -> None:
         assert len(extents) > count // 2
         return num_calls
 
-    few = calls(64)
+    few = calls(2 * FEW_BLOCKS)
     assert calls(4096) == few
 
 
