@@ -115,7 +115,7 @@ _make_piece: Final[Callable[[Iterable[int]], Piece]] = partial(tuple.__new__, Pi
 
 
 FEW_BLOCKS: Final = 32
-"""Up to here plain ints are checked, sorted and joined faster than numpy can: 0.8 us a block against 25 us, 100 cold."""
+"""Up to here plain ints are checked, sorted and joined faster than numpy can: 0.8 us a block; numpy 25 us, cold 100."""
 
 
 def join_few(unique: Sequence[int], other: Sequence[int]) -> list[tuple[int, int, int]]:

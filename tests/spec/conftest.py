@@ -1,8 +1,9 @@
 """Every test that asks for `transport` runs once over each of them, and one that asks for `world` in each of these.
 
 ``late`` is a transport whose completions come late, in another order, and after more than one try: the spec holds over
-it as it does over any other. All tests run over shared memory; some of each kind also run over UCX and over a late
-transport every time, and all of them do with ``KVLINK_STRESS=1``.
+it as it does over any other. ``ucx afar`` is UCX as between hosts: state words are got, not mapped. All tests run over
+shared memory; some of each kind also run over UCX and over a late transport every time, and all of them do with
+``KVLINK_STRESS=1``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     has_all = os.environ.get("KVLINK_STRESS") == "1"
     is_often = metafunc.function.__name__ in _OFTEN
-    names = TRANSPORTS if has_all or is_often else TRANSPORTS[:1]
+    names = (*TRANSPORTS, "ucx afar") if has_all or is_often else TRANSPORTS[:1]
     is_in_time = metafunc.function.__name__ in _IN_TIME or metafunc.module.__name__.endswith("test_short_way")
     may_be_late = (has_all or is_often) and not is_in_time
     late = [f"{name} late" for name in (TRANSPORTS if has_all else TRANSPORTS[:1])] if may_be_late else []
@@ -44,12 +45,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Name what moves the bytes; what is late about it is the harness's business."""
-    name, _, late = str(request.param).partition(" ")
+    name, _, how = str(request.param).partition(" ")
     if name == "ucx":
         need_ucx()
     monkeypatch.setenv("KVLINK_TRANSPORTS", name)
-    if late:
+    if how == "late":
         monkeypatch.setenv(harness.LATE_VARIABLE, "1")  # also for the children
+    elif how == "afar":
+        monkeypatch.setattr("kvlink.transports.ucx.transport.map_state", lambda *_: None)
     return name
 
 

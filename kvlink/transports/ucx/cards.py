@@ -49,21 +49,37 @@ class Host(Struct, frozen=True, array_like=True):
         fd = -1
         try:
             fd = os.pidfd_open(self.pid)
-            if _start_of(self.pid) == self.started:  # looked at after: the number may have been used again before
+            if self.is_running():  # looked at after: the number may have been used again before
                 return fd
-        except (OSError, ValueError, IndexError, AttributeError):
+        except (OSError, AttributeError):
             pass
         if fd >= 0:
             os.close(fd)
         return None
 
+    def is_running(self) -> bool:
+        """Whether `pid` is that process still; to be asked of one of this host."""
+        try:
+            return _start_of(self.pid) == self.started
+        except (OSError, ValueError, IndexError):
+            return False
+
+
+class StateFile(Struct, frozen=True, array_like=True):
+    """A state region, for another process of the same host: a memfd, by its descriptor in the process that owns it."""
+
+    fd: Annotated[int, Meta(ge=0)]
+    inode: Annotated[int, Meta(ge=0)]
+    nbytes: Annotated[int, Meta(ge=0)]
+
 
 class Card(Struct, frozen=True, array_like=True):
-    """How to reach a worker, and which UCX made it."""
+    """How to reach a worker, and which UCX made it; whose it is, and where that has its state region."""
 
     version: tuple[int, int, int]
     address: Annotated[bytes, Meta(min_length=1, max_length=6000)]
     host: Host
+    state: StateFile | None = None
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -39,8 +39,9 @@ def settings_of(config: UcxConfig) -> dict[str, str]:
         # Without these two, shared memory and CMA do not serve endpoints that must survive the death of their peer.
         "MM_ERROR_HANDLING": "y",
         "CMA_MEMORY_INVALIDATE": "y",
-        # Pieces of at most 512 KiB that one call of progress copies; 1 would cost a call and a turn for each block.
-        "CMA_TX_QUOTA": "8",
+        # Pieces of at most 512 KiB that one call of progress copies, without the GIL: fewer make more calls, each of
+        # which may have to wait for the GIL while the event loop is busy; more keep the worker for too long.
+        "CMA_TX_QUOTA": "32",
         # An operation that the hardware cannot do fails; imitated, it would need the peer's help and its good will.
         "PROTO_EMULATION_ENABLE": "y" if config.allow_tcp else "n",
         "KEEPALIVE_INTERVAL": f"{round(config.keepalive_s * 1000)}ms",

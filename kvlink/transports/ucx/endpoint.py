@@ -14,10 +14,9 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import anyio
-import numpy as np
 
 from kvlink.errors import (
     ClosedError,
@@ -29,12 +28,14 @@ from kvlink.errors import (
 )
 from kvlink.loops import until_set
 from kvlink.memory.copying import complete
+from kvlink.memory.pool import Segment
 from kvlink.memory.regions import STATE
-from kvlink.memory.stateregion import WORD_NBYTES
+from kvlink.memory.stateregion import WORD_NBYTES, order_memory
 from kvlink.plan import Extent, ExtentFields
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.ucx import declarations as ucp
+from kvlink.transports.ucx.asking import Part, RemoteRegion, transfer_of
 from kvlink.transports.ucx.cards import unpack_key
 from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.lanes import judge, no_way
@@ -47,15 +48,7 @@ from kvlink.wire import Share
 _log = logging.getLogger(__name__)
 
 _MAX_REGIONS: Final = 65536
-
-
-class RemoteRegion(NamedTuple):
-    """A region of the peer that we can address."""
-
-    address: int
-    nbytes: int
-    rkey: Any
-    is_on_device: bool
+_NO_WORDS: Final = memoryview(b"").cast("Q")
 
 
 class UcxEndpoint(Endpoint):
@@ -65,6 +58,7 @@ class UcxEndpoint(Endpoint):
         services: of the cluster: worker, registrations, room for words.
         connection: of the worker; its endpoint is open, and owned from now on.
         pidfd: of the peer's process where it is on this host; owned from now on.
+        state: the peer's state region, where it could be mapped; owned from now on.
     """
 
     name = "ucx"
@@ -72,7 +66,14 @@ class UcxEndpoint(Endpoint):
     immediate_nbytes = -1
     has_immediate_words = False
 
-    def __init__(self, services: Services, connection: WorkerEndpoint, card: bytes, pidfd: int | None) -> None:
+    def __init__(
+        self,
+        services: Services,
+        connection: WorkerEndpoint,
+        card: bytes,
+        pidfd: int | None,
+        state: Segment | None = None,
+    ) -> None:
         self.card = card
         self.settings = services.worker.context.applied
         self.window_nbytes = services.config.max_inflight_nbytes
@@ -80,6 +81,8 @@ class UcxEndpoint(Endpoint):
         self._worker = services.worker
         self._connection = connection
         self._pidfd = pidfd
+        self._state = state
+        self._words = _NO_WORDS
         self._remote: dict[int, RemoteRegion] = {}
         self._refused: dict[int, str] = {}
         self._announced: set[int] = set()
@@ -98,12 +101,16 @@ class UcxEndpoint(Endpoint):
         connection.on_failed = self._on_failed
 
     def get_at_once(self, extent: ExtentFields) -> bool:
-        return self._is_copying and self._move_at_once(extent, is_put=False)
+        return self._move_at_once(extent, False)
 
     def put_at_once(self, extent: ExtentFields) -> bool:
-        return self._is_copying and self._move_at_once(extent, is_put=True)
+        return self._move_at_once(extent, True)
 
     def peek_word(self, word: int) -> int | None:
+        mapped = self._words
+        if word < len(mapped):
+            order_memory()
+            return mapped[word]
         remote = self._remote.get(STATE)
         if not self._is_copying or remote is None or (word + 1) * WORD_NBYTES > remote.nbytes:
             return None
@@ -125,6 +132,9 @@ class UcxEndpoint(Endpoint):
         await self._move(extents, nbytes, None, is_put=True)  # what was not flushed may never be seen
 
     async def load_word(self, word: int) -> int:
+        if word < len(self._words):
+            order_memory()
+            return self._words[word]
         async with self._loads:
             return await self._load_word(word)
 
@@ -213,23 +223,32 @@ class UcxEndpoint(Endpoint):
         self._is_closed = True
         self._post = self._lose = None
         self._remote.clear()
+        self._unmap_state()
         self._tell()
         try:
             self._worker.close_endpoint(self._connection, self._closed.set)
         except ClosedError:
             self._closed.set()
 
-    def _move_at_once(self, extent: ExtentFields, *, is_put: bool) -> bool:
+    def _unmap_state(self) -> None:
+        self._words = _NO_WORDS
+        if self._state is not None:
+            self._state.close()
+            self._state = None
+
+    def _move_at_once(self, extent: ExtentFields, is_put: bool) -> bool:
         region, offset, stride, peer_region, peer_offset, peer_stride, nbytes, num_rows = extent
-        ours, theirs = self._services.registry.get(region), self._remote.get(peer_region)
-        if ours is None or theirs is None or num_rows > ROW or ours.is_on_device or theirs.is_on_device:
+        ours, theirs = self._services.registry.known.get(region), self._remote.get(peer_region)
+        if ours is None or theirs is None or num_rows > ROW or not self._is_copying:
             return False
-        last, peer_last = offset + (num_rows - 1) * stride, peer_offset + (num_rows - 1) * peer_stride
-        if (
-            min(offset, last, peer_offset, peer_last) < 0
-            or max(offset, last) + nbytes > ours.nbytes
-            or max(peer_offset, peer_last) + nbytes > theirs.nbytes
-        ):
+        if ours.is_on_device or theirs.is_on_device:
+            return False
+        low, peer_low, high, peer_high = offset, peer_offset, offset + nbytes, peer_offset + nbytes
+        if num_rows > 1:
+            way, peer_way = (num_rows - 1) * stride, (num_rows - 1) * peer_stride
+            low, high = low + min(way, 0), high + max(way, 0)
+            peer_low, peer_high = peer_low + min(peer_way, 0), peer_high + max(peer_way, 0)
+        if low < 0 or peer_low < 0 or high > ours.nbytes or peer_high > theirs.nbytes:
             raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
         local, remote = ours.address + offset, theirs.address + peer_offset
         if num_rows == 1:
@@ -252,43 +271,21 @@ class UcxEndpoint(Endpoint):
     async def _move(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None, *, is_put: bool) -> None:
         self._check_open()
         registry = self._services.registry
-        local: list[int] = []
-        remote: list[int] = []
-        lengths: list[int] = []
-        groups: list[Group] = []
-        keep: list[Registered] = []
-        is_on_device = False
+        parts: list[Part] = []
         for pieces in cut_pieces(extents, self._services.longest_nbytes):
-            ours = registry.get(pieces.local_region) or await registry.ensure(pieces.local_region)
+            ours = registry.known.get(pieces.local_region) or await registry.ensure(pieces.local_region)
             theirs = self._remote.get(pieces.remote_region)
             if theirs is None:
                 self._check_open()
                 raise TransportError(f"region {pieces.remote_region} of the peer is not within reach", phase="transfer")
-            for offsets, limit in ((pieces.local, ours.nbytes), (pieces.remote, theirs.nbytes)):
-                if offsets.min() < 0 or (offsets + pieces.nbytes).max() > limit:
-                    raise ValueError(f"a row lies outside its memory of {limit} bytes")
-            local += (pieces.local.astype(np.uint64) + np.uint64(ours.address)).tolist()
-            remote += (pieces.remote.astype(np.uint64) + np.uint64(theirs.address)).tolist()
-            lengths += pieces.nbytes.tolist()
-            groups.append(Group(len(local), ours.memh, theirs.rkey, ours.memory_type))
-            keep.append(ours)
-            is_on_device = is_on_device or ours.is_on_device or theirs.is_on_device
-        if not groups:
+            parts.append(Part(pieces, ours, theirs))
+        if not parts:
             return
-        transfer = Transfer(
-            self._connection,
-            is_put=is_put,
-            local=local,
-            nbytes=lengths,
-            remote=remote,
-            groups=groups,
-            keep=keep,
-            is_on_device=is_on_device,
-        )
+        transfer = transfer_of(self._connection, parts, is_put=is_put)
         try:
             await self._run(transfer, nbytes, phase="transfer")
         except BaseException:
-            if done is not None and len(keep) == 1:  # one group: its requests are in the order of the extents
+            if done is not None and len(parts) == 1:  # one group: its requests are in the order of the extents
                 sizes = [extent.nbytes * extent.num_rows for extent in extents]
                 done += complete(sizes, [(0, transfer.done_nbytes)])
             raise
@@ -408,6 +405,10 @@ class UcxEndpoint(Endpoint):
         self._is_copying = self._services.is_one_sided and service.is_copying
         if self._is_copying and self.immediate_nbytes < 0:
             self.immediate_nbytes, self.has_immediate_words = self._services.inline_nbytes, True
+        if self._state is not None and self.capabilities.is_same_host:
+            self._words, self.has_immediate_words = self._state.memory.data.cast("Q"), True
+        else:
+            self._unmap_state()
         self._is_wired = True
         self._tell()
 

@@ -59,24 +59,23 @@ class Registry:
 
     Args:
         local: the cluster's regions.
+
+    Attributes:
+        known: the regions that are registered, by number; for reading.
     """
 
     def __init__(self, worker: Worker, local: LocalMemory) -> None:
         self._worker = worker
         self._local = local
-        self._known: dict[int, Registered] = {}
+        self.known: dict[int, Registered] = {}
         self._waiting: dict[int, list[Callable[[Registered | None, str], None]]] = {}
         self._dropped: list[Registered] = []
         local.watchers.append(self._forget)
         worker.at_end(self._undo)
 
-    def get(self, number: int) -> Registered | None:
-        """Return a region that is registered already."""
-        return self._known.get(number)
-
     def register(self, number: int, then: Callable[[Registered | None, str], None]) -> None:
         """Register a region, unless it is; call `then` on the event loop with it, or with None and the reason."""
-        known = self._known.get(number)
+        known = self.known.get(number)
         if known is not None:
             then(known, "")
             return
@@ -108,7 +107,7 @@ class Registry:
         Raises:
             FeatureNotEnabledError: UCX cannot register it.
         """
-        known = self._known.get(number)
+        known = self.known.get(number)
         if known is not None:
             return known
         settled = anyio.Event()
@@ -173,7 +172,7 @@ class Registry:
 
     def _undo(self) -> None:
         """Undo every registration: nothing is in flight any more."""
-        known, self._known = self._known, {}
+        known, self.known = self.known, {}
         for registered in (*known.values(), *self._dropped):
             self.unmap(registered)
         self._dropped.clear()
@@ -182,7 +181,7 @@ class Registry:
         waiting = self._waiting.pop(number, [])
         if made is not None:
             if self._local.get(number) is made.region:
-                self._known[number] = made
+                self.known[number] = made
             else:  # forgotten meanwhile
                 self._drop(made)
                 made, reason = None, GONE
@@ -190,7 +189,7 @@ class Registry:
             call(partial(then, made, reason))
 
     def _forget(self, number: int) -> None:
-        registered = self._known.pop(number, None)
+        registered = self.known.pop(number, None)
         if registered is not None:
             self._drop(registered)
 

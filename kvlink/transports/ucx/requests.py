@@ -133,7 +133,7 @@ class Slots:
     def __init__(self, context: Context, num_requests: int) -> None:
         ffi, libc = context.library.ffi, context.library.libc
         self._api = context.library.api
-        num_rows = max(1, num_requests // ROW) + 1  # the last row is for `issue_one`
+        num_rows = max(1, num_requests // ROW) + 1  # the last row is for `move_one`
         stride = -(-(context.request_nbytes + 16) // _ALIGNMENT) * _ALIGNMENT
         self._memory: Bytes = np.zeros(num_rows * ROW * stride + _ALIGNMENT, np.uint8)
         # UCX's own part of a request lies in front of what its pointer points to.
@@ -156,7 +156,9 @@ class Slots:
             param.request, param.callback, param.user_data = address + index * stride, callback, 1
             param.memory_type = ucp.MEMORY_HOST
         self._free = list(range(num_rows - 1))
-        self._one, self._one_param = self._statuses[-1][:1], self._params[-1][0]
+        self._one, self._one_param, self._one_memh = self._statuses[-1][:1].data, self._params[-1][0], 0
+        self._get, self._put = self._api.ucp_get_nbx, self._api.ucp_put_nbx
+        self._progress, self._worker = self._api.ucp_worker_progress, context.worker
 
     @property
     def has_room(self) -> bool:
@@ -182,7 +184,7 @@ class Slots:
         self._memhs[number] = group.memh
         if self._type_of_row[number] != group.memory_type:
             self._memory_types[number] = self._type_of_row[number] = group.memory_type
-        move = self._api.ucp_put_nbx if transfer.is_put else self._api.ucp_get_nbx
+        move = self._put if transfer.is_put else self._get
         ep, rkey, lengths = transfer.endpoint.ep, group.rkey, transfer.nbytes[first:end]
         local, remote, params = transfer.local[first:end], transfer.remote[first:end], self._params[number]
         answers: list[int] = []
@@ -202,19 +204,24 @@ class Slots:
             transfer.groups.popleft()
         return total
 
-    def issue_one(self, ep: Any, is_put: bool, local: int, nbytes: int, remote: int, memh: int, rkey: Any) -> int:
-        """Put one request on its way, outside of any transfer and one at a time; return its status."""
-        self._one[0] = ucp.IN_PROGRESS
-        self._one_param.memh = memh
-        move = self._api.ucp_put_nbx if is_put else self._api.ucp_get_nbx
-        answer = int(move(ep, local, nbytes, remote, rkey, self._one_param))
+    def move_one(self, ep: Any, is_put: bool, local: int, nbytes: int, remote: int, memh: int, rkey: Any) -> int:
+        """Put one request on its way, outside of any transfer and one at a time; progress once; return its status."""
+        one = self._one
+        one[0] = ucp.IN_PROGRESS
+        if memh != self._one_memh:
+            self._one_param.memh = self._one_memh = memh
+        answer: int = (self._put if is_put else self._get)(ep, local, nbytes, remote, rkey, self._one_param)
         if answer == 0:
             return ucp.OK
-        return answer - 2**64 if answer >= ucp.FIRST_ERROR_POINTER else ucp.IN_PROGRESS
+        if answer >= ucp.FIRST_ERROR_POINTER:
+            return answer - 2**64
+        self._progress(self._worker)
+        status: int = one[0]
+        return status if status <= ucp.IN_PROGRESS else status - 256
 
     def status_of_one(self) -> int:
-        """Return the status of the request of `issue_one`."""
-        status = int(self._one[0])
+        """Return the status of the request of `move_one`."""
+        status: int = self._one[0]
         return status if status <= ucp.IN_PROGRESS else status - 256
 
     def has_ended(self, row: Row) -> bool:

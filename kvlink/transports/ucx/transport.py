@@ -23,6 +23,7 @@ from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.context import Context
 from kvlink.transports.ucx.endpoint import UcxEndpoint
 from kvlink.transports.ucx.library import ONE_SIDED
+from kvlink.transports.ucx.mapped import map_state, state_file_of
 from kvlink.transports.ucx.providers import find_handles
 from kvlink.transports.ucx.registry import Registered, Registry
 from kvlink.transports.ucx.services import Services, Words
@@ -82,7 +83,9 @@ class UcxTransport(Transport):
             await worker.aclose()
             raise
         self._version = context.library.version
-        self._card = pack_card(Card(self._version, context.address, Host.own()))
+        state = self._local[STATE].segment
+        assert state is not None
+        self._card = pack_card(Card(self._version, context.address, Host.own(), state_file_of(state)))
         self._services = Services(
             worker,
             registry,
@@ -127,7 +130,9 @@ class UcxTransport(Transport):
         worker, connection = services.worker, WorkerEndpoint()
         try:
             await worker.call(partial(worker.open_endpoint, connection, card.address))
-            return UcxEndpoint(services, connection, self._card, card.host.open_pidfd())
+            pidfd = card.host.open_pidfd()
+            state = map_state(card.host, card.state) if pidfd is not None and card.state is not None else None
+            return UcxEndpoint(services, connection, self._card, pidfd, state)
         except ClosedError as exc:
             raise LinkError("UCX is closed") from exc
         except BaseException:  # cancelled, it may be open by now

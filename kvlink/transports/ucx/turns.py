@@ -42,6 +42,7 @@ class Turns:
     def __init__(self, context: Context, *, max_requests: int, max_inflight_nbytes: int) -> None:
         self.context = context
         self._api = context.library.api
+        self._progress, self._handle = self._api.ucp_worker_progress, context.worker
         self._asked: deque[Callable[[], None]] = deque()
         self._arrived: deque[Transfer] = deque()
         self._active: list[Transfer] = []
@@ -76,7 +77,7 @@ class Turns:
         while self._arrived:
             self._begin(self._arrived.popleft())
         active = self._issue() if self._active else self._active
-        progress, worker = self._api.ucp_worker_progress, self.context.worker
+        progress, worker = self._progress, self._handle
         num_events = progress(worker) if self._is_own or active or self._closing else 0
         if active:
             if num_events:
@@ -113,7 +114,7 @@ class Turns:
 
     def _wait(self, endpoint: WorkerEndpoint, look: Callable[[], int]) -> int:
         """Progress until a request has ended, which takes no peer; return its status."""
-        progress, worker = self._api.ucp_worker_progress, self.context.worker
+        progress, worker = self._progress, self._handle
         for _ in range(_MANY):
             progress(worker)
             status = look()
@@ -239,7 +240,7 @@ class Turns:
         until = perf_counter() + patience_s
         for endpoint in self._closing:
             while endpoint.closing is not None:
-                self._api.ucp_worker_progress(self.context.worker)
+                self._progress(self._handle)
                 if status_of(self._api, endpoint.closing) != ucp.IN_PROGRESS:
                     endpoint.closing = None
                 elif perf_counter() > until:

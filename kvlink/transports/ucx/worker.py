@@ -181,13 +181,14 @@ class Worker(Turns):
         try:
             if endpoint.ep is None or endpoint.failure != ucp.OK:
                 return endpoint.failure or ucp.ERR_CANCELED
-            status = self._slots.issue_one(endpoint.ep, is_put, local, nbytes, remote, memh, rkey)
+            status = self._slots.move_one(endpoint.ep, is_put, local, nbytes, remote, memh, rkey)
             if status == ucp.IN_PROGRESS:
                 status = self._wait(endpoint, self._slots.status_of_one)
             if is_put and status == ucp.OK:
                 self._plain.op_attr_mask = 0
                 flush = self._api.ucp_ep_flush_nbx(endpoint.ep, self._plain)
-                status = self._wait(endpoint, lambda: status_of(self._api, flush))
+                if flush:
+                    status = self._wait(endpoint, lambda: status_of(self._api, flush))
             if status != ucp.OK:
                 endpoint.failure = endpoint.failure or status
             if self._finished:
@@ -324,7 +325,7 @@ class Worker(Turns):
         """Take the lock, where nothing else is in the way and no turn takes long (registering memory may)."""
         if self._active or self._arrived or self._asked or self._is_ending or self._is_broken:
             return False
-        return self._lock.acquire(timeout=_PATIENCE_S)
+        return self._lock.acquire(blocking=False) or self._lock.acquire(timeout=_PATIENCE_S)
 
     def _has_no_more_turns(self) -> bool:
         if self._is_broken or self._is_left:
