@@ -169,6 +169,7 @@ class Turns:
     def _end(self, transfer: Transfer, status: int) -> None:
         transfer.status, transfer.has_ended = transfer.status or status, True
         transfer.endpoint.num_transfers -= 1
+        transfer.keep = None  # whoever holds the transfer, a logged traceback for one, holds no memory of its caller
         if transfer.finish is not None:
             self._finished.append(transfer.finish)
 

@@ -368,7 +368,7 @@ class Worker(Turns):
             with suppress(Exception):
                 self._is_quiet = self._close_all_and_wait(HOPE_S)
             if not self._is_quiet:
-                _given_up.append((self, *self._active))
+                _given_up.append((self, *[(transfer, transfer.keep) for transfer in self._active]))
             self._is_broken = True
         self._end_everything()
 
