@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
