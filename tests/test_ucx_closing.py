@@ -245,6 +245,7 @@ async def test_a_peer_that_answers_no_load_takes_few_places_from_the_others() ->
     async with pair(config={"transports": ["ucx"]}, owner_config={"transports": ["ucx"]}) as p:
         await p.warm_up()
         endpoint: Any = p.link.endpoint
+        endpoint._unmap_state()  # as of a peer on another host
         words, never = endpoint._services.words, anyio.Event()
         num_free = len(words._free)
 
@@ -272,6 +273,6 @@ async def test_whoever_waits_for_a_registration_hears_of_it_whatever_others_do(
         registry = here._transports[0]._services.registry  # type: ignore[attr-defined]
         caplog.set_level("CRITICAL", "kvlink.transports.ucx.turns")
         with anyio.fail_after(5):
-            registry._known.pop(0)  # as if nobody had asked yet
+            registry.known.pop(0)  # as if nobody had asked yet
             registry.register(0, lambda made, reason: 1 // 0)
             assert await registry.ensure(0)

@@ -216,8 +216,8 @@ PROMISES: Final = (
             Cut(
                 "callers join the attempt that is under way",
                 "links/table.py",
-                "        if attempt is None:\n            attempt = self._attempts[peer] = _Attempt(info)",
-                "        if True:\n            attempt = self._attempts[peer] = _Attempt(info)",
+                "        if attempt is None:\n            attempt = self._attempts[peer] = Attempt(info)",
+                "        if True:\n            attempt = self._attempts[peer] = Attempt(info)",
                 ("test_links.py::test_64_callers_share_one_connection",),
             ),
         ),
