@@ -10,6 +10,7 @@ block, so that a byte that is not the right one is found out, whoever wrote it.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -105,7 +106,8 @@ async def scene(desc: kv.CacheDesc = DESC, config: dict[str, Any] | None = None)
             try:
                 yield made
             finally:
-                made.manager.deallocate_cache(made.cache)
+                if made.cache.is_valid:
+                    made.manager.deallocate_cache(made.cache)
                 for array in made.arrays:
                     array.free()
 
@@ -343,8 +345,6 @@ async def test_tickets() -> None:
 async def test_the_cluster_makes_no_context_of_its_own() -> None:
     """Registering memory and moving it leaves no context of CUDA current in the thread of the event loop."""
     need_gpu()
-    import ctypes
-
     driver = ctypes.CDLL("libcuda.so.1")
     current = ctypes.c_void_p()
 
@@ -414,3 +414,29 @@ async def test_two_devices() -> None:
         s.manager.deallocate_cache(cache)
         for array in arrays:
             array.free()
+
+
+async def test_a_device_that_hangs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A copy that the device never ends: the pull fails in time, the log says why, and the cluster can be closed.
+
+    No device hangs when it is asked to: only the stand-in's does.
+    """
+    need_gpu()
+    driver = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(driver, "standin_hang"):
+        pytest.skip("this device does not hang when it is asked to")
+    monkeypatch.setattr("kvlink.transports.ucx.turns.DEVICE_PATIENCE_S", 0.5)
+    try:
+        async with scene() as s:
+            await s.pull([0], [0])
+            driver.standin_hang(1)
+            started = time.monotonic()
+            with pytest.raises((kv.TransferTimeoutError, kv.LinkLostError)):
+                await s.pull(timeout_s=0.3)
+            await eventually(lambda: not s.here.links, "the link's end")
+            assert "a CUDA device has not ended a copy" in caplog.text
+            await s.here.aclose()
+            assert time.monotonic() - started < 15
+            driver.standin_hang(0)  # so that its memory can be freed
+    finally:
+        driver.standin_hang(0)

@@ -16,6 +16,7 @@ class WorkerEndpoint:
         ep: UCX's handle, None before it is made and after it was closed.
         rkeys: the peer's regions that were unpacked for it.
         num_transfers: on their way.
+        closed_at: when it was closed by force, by `perf_counter`.
         failure: the first status of something that failed.
         on_failed, on_closed: called on the event loop when UCX has found the peer dead, and when nothing is left.
     """
@@ -26,6 +27,7 @@ class WorkerEndpoint:
         self.num_transfers = 0
         self.failure = ucp.OK
         self.closing: int | None = None
+        self.closed_at: float | None = None
         self.on_failed: Callable[[], None] | None = None
         self.on_closed: Callable[[], None] | None = None
         self.handle: Any = None

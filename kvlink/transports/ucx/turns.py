@@ -9,7 +9,7 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any, Final
 
-from kvlink.errors import LinkError
+from kvlink.errors import LinkError, TransportError
 from kvlink.loops import CallSoon
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.connection import WorkerEndpoint
@@ -27,6 +27,13 @@ _LEAST_NBYTES: Final = 256 * 1024
 _MANY: Final = 1000
 HOPE_S: Final = 1.0
 """A copy by this process that takes longer is not going to end: the endpoint is closed by force, which ends it."""
+
+DEVICE_PATIENCE_S: Final = 10.0
+"""A device's copy that has not ended so long after its endpoint was closed by force never will. Closing ends no such
+copy, and UCX takes a device that has failed for one that is not ready yet (``uct_cuda_base_progress_event_queue``)."""
+
+_LOOK_MS: Final = 100
+"""How often that is looked at: a device that has failed wakes nobody."""
 
 
 class Turns:
@@ -140,6 +147,8 @@ class Turns:
         slots, rows, endpoint = self._slots, transfer.rows, transfer.endpoint
         while rows:
             if not slots.has_ended(rows[0]):
+                if transfer.is_on_device:
+                    self._check_patience(endpoint)
                 return False
             row = rows.popleft()
             self._inflight_nbytes -= row.nbytes
@@ -166,6 +175,20 @@ class Turns:
         self._end(transfer, transfer.status)
         return True
 
+    def _check_patience(self, endpoint: WorkerEndpoint) -> None:
+        """Raise, which ends everything (`Worker`), where a device does not end what it was asked for."""
+        if endpoint.closed_at is not None and perf_counter() - endpoint.closed_at > DEVICE_PATIENCE_S:
+            raise TransportError(
+                f"a CUDA device has not ended a copy {DEVICE_PATIENCE_S} s after it was given up: it hangs, or has "
+                "failed, as after an illegal address in a kernel"
+            )
+
+    def _longest_sleep_ms(self) -> int | None:
+        """Return how long to wait for UCX's descriptor; None for as long as it takes."""
+        if self._closing and any(transfer.is_on_device for transfer in self._active):
+            return _LOOK_MS
+        return self.context.longest_sleep_ms if self._active or self._closing else None
+
     def _end(self, transfer: Transfer, status: int) -> None:
         transfer.status, transfer.has_ended = transfer.status or status, True
         transfer.endpoint.num_transfers -= 1
@@ -190,6 +213,7 @@ class Turns:
 
     def _close_now(self, endpoint: WorkerEndpoint) -> None:
         endpoint.failure = endpoint.failure or ucp.ERR_CANCELED
+        endpoint.closed_at = endpoint.closed_at or perf_counter()
         for transfer in self._active:
             if transfer.endpoint is endpoint:
                 transfer.is_stopped = True

@@ -333,7 +333,7 @@ class Worker(Turns):
         return self._is_ending and not (self._active or self._closing or self._asked or self._arrived)
 
     def _longest_sleep_s(self) -> float:
-        sleep_ms = self.context.longest_sleep_ms if self._active or self._closing else None
+        sleep_ms = self._longest_sleep_ms()
         return math.inf if sleep_ms is None else sleep_ms / 1000
 
     def _run(self) -> None:
@@ -352,7 +352,7 @@ class Worker(Turns):
                             return
                         is_busy = not self.context.arm()
                 if not is_busy:
-                    poller.poll(self.context.longest_sleep_ms if self._active or self._closing else None)
+                    poller.poll(self._longest_sleep_ms())
         except BaseException:
             self._give_up()
         finally:
