@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -211,6 +212,51 @@ async def test_closing_is_bounded_where_ucx_ends_nothing(
     while ucx._at_end:
         ucx._at_end.pop()()
     ucx.context.close()
+
+
+@every_loop
+async def test_a_turn_that_never_ends_holds_nobody_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """UCX hangs in a system call: a pull whose deadline has passed, and a dial, end with the cluster, which closes."""
+    need_ucx()
+    from kvlink.transports.ucx import endpoint as endpoints
+    from kvlink.transports.ucx import worker as workers
+
+    monkeypatch.setattr(workers, "_JOIN_S", 0.3)
+    monkeypatch.setattr(endpoints, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(workers, "_given_up", [])
+    may_go_on = threading.Event()
+    errors: list[kv.KVLinkError] = []
+    ucx: Any = None
+    try:
+        with anyio.fail_after(10):
+            config = {"transports": ["ucx"], "inline_nbytes": 0, "close_timeout_s": 0.3}
+            async with anyio.create_task_group() as tasks:
+
+                async def wait_for(call: Callable[[], Awaitable[object]]) -> None:
+                    try:
+                        await call()
+                    except kv.KVLinkError as exc:
+                        errors.append(exc)
+
+                async with pair(config=config, owner_config={"transports": ["ucx"]}) as p:
+                    await p.warm_up()
+                    ucx = p.link.endpoint._worker  # type: ignore[attr-defined]
+                    ucx.ask(may_go_on.wait)
+                    tasks.start_soon(wait_for, partial(p.pull, timeout_s=0.1))
+                    tasks.start_soon(wait_for, partial(p.here._transports[0].dial, p.link.endpoint.card))
+                    await anyio.sleep(0.2)
+                    assert not errors
+        assert len(errors) == 2
+        assert "does not end what is in flight" in caplog.text
+    finally:
+        may_go_on.set()
+        if ucx is not None:
+            ucx._thread.join(5)
+            while ucx._at_end:
+                ucx._at_end.pop()()
+            ucx.context.close()
 
 
 @every_loop

@@ -47,7 +47,7 @@ from kvlink.wire import Share
 
 _log = logging.getLogger(__name__)
 
-_MAX_REGIONS: Final = 65536
+_MAX_REGIONS, _CLOSE_S = 65536, 5.0
 _NO_WORDS: Final = memoryview(b"").cast("Q")
 
 
@@ -212,7 +212,8 @@ class UcxEndpoint(Endpoint):
 
     async def aclose(self) -> None:
         self.abort()
-        await until_set(self._closed)
+        # What is not closed by then is left to the worker: nobody relies on it, and the link must end.
+        await until_set(self._closed, patience_s=_CLOSE_S, hurry=self._closed.set)
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None

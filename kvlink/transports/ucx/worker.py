@@ -71,6 +71,7 @@ class Worker(Turns):
         self._is_left = False
         self._thread: threading.Thread | None = None
         self._at_end: list[Callable[[], None]] = []
+        self._calls: list[Callable[[], None]] = []
         self._ended = anyio.Event()
 
     def start(self, call_soon: CallSoon, *, has_thread: bool) -> None:
@@ -97,19 +98,27 @@ class Worker(Turns):
             self._thread = thread
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """Call `function` in a turn and return, or raise, what it does. Once asked for it is waited for."""
+        """Call `function` in a turn and return, or raise, what it does. Once asked for it is waited for.
+
+        Raises:
+            ClosedError: the worker was given up before it came to that.
+        """
         done = anyio.Event()
-        outcome: list[Any] = [None, None]
+        outcome: list[Any] = [None, ClosedError("UCX does not go on, and was given up")]
 
         def run() -> None:
             try:
-                outcome[0] = function()
+                outcome[:] = function(), None
             except Exception as exc:  # handed to the caller, whose request it was
                 outcome[1] = exc
             self._finished.append(done.set)
 
         self.ask(run)
-        await until_set(done)
+        self._calls.append(done.set)
+        try:
+            await until_set(done)
+        finally:
+            self._calls.remove(done.set)
         if outcome[1] is not None:
             try:
                 raise outcome[1]
@@ -302,8 +311,20 @@ class Worker(Turns):
             _given_up.append(self)
 
     def _leave(self) -> None:
-        """Wait no more for turns that do not end."""
-        self._is_left = True
+        """Wait no more for turns that do not end, and tell everybody who waits that nothing will come of them.
+
+        A turn may be under way, in a system call that does not return, and have the lock; so UCX is asked for nothing.
+        """
+        self._is_left, self._is_quiet = True, False
+        transfers = [*self._active, *self._arrived]
+        _given_up.append(transfers)
+        for transfer in transfers:
+            transfer.status = transfer.status or ucp.ERR_CANCELED
+            transfer.has_ended = True
+        endings = [transfer.finish for transfer in transfers] + [endpoint.on_closed for endpoint in self._closing]
+        for ending in [*endings, *self._calls]:
+            if ending is not None:
+                call(ending)
         self.context.wake()
         self._ended.set()
 
