@@ -18,7 +18,7 @@ from kvlink.caches.copies import LocalCopier
 from kvlink.caches.opening import open_store
 from kvlink.caches.store import CacheStore
 from kvlink.caches.tickets import TicketBook
-from kvlink.config import ClusterConfig, check_listen, default_listen, parse_nbytes
+from kvlink.config import ClusterConfig, ClusterInfo, check_listen, default_listen, parse_nbytes
 from kvlink.errors import (
     ClosedError,
     LinkExistsError,
@@ -27,7 +27,7 @@ from kvlink.errors import (
     ParameterTypeError,
 )
 from kvlink.geometry import Role, check_int
-from kvlink.links.calls import LinkCalls
+from kvlink.links.calls import LinkCalls, peer_of
 from kvlink.links.table import BEATS, LinkTable
 from kvlink.listening import Door, open_door
 from kvlink.memory.copying import Copier
@@ -103,6 +103,7 @@ class Cluster(LinkCalls):
         self._tasks: TaskGroup | None = None
         self._store: CacheStore | None = None
         self._links: LinkTable | None = None
+        self._server: CacheServer | None = None
         self._manager: KvCacheManager | None = None
         self._copier: Copier | None = None
         self._tickets: TicketBook | None = None
@@ -173,7 +174,7 @@ class Cluster(LinkCalls):
             local = LocalCopier(store, self._copier)
             tickets = self._tickets = TicketBook(store, self.cluster_id, self.incarnation, config)
             held = HeldTickets()
-            server = CacheServer(
+            server = self._server = CacheServer(
                 store, local, tickets, held, tasks, max_detour_nbytes=config.max_detour_nbytes_per_link
             )
             self._links = LinkTable(
@@ -322,6 +323,29 @@ class Cluster(LinkCalls):
         self._role = role
         self._listen = default_listen(role) if listen is None else listen
         await self._open_listener()
+
+    def confirm_death(self, cluster: ClusterInfo | int) -> int:
+        """Say that the process of a lost peer has ended for certain; what it could still write into is free at once.
+
+        For peers of other hosts, whose death kvlink cannot see for itself: whoever runs them (the orchestrator, after
+        its container is gone; the operator, after its host is off) knows. A peer of this host, or one that links again,
+        needs none of this. Said of a process that lives, it lets that process write into another request's memory.
+
+        Args:
+            cluster: its id, or the `ClusterInfo` that it was linked with; all lost lives of that cluster are meant.
+
+        Returns:
+            How many write leases have ended, of those that `PoolUsage.quarantined` counts; 0 when there was nothing.
+
+        Raises:
+            LinkExistsError: it is linked, so it lives.
+        """
+        links = self._open_links()
+        peer = peer_of(cluster)
+        if links.get(peer) is not None:
+            raise LinkExistsError(f"cluster {peer} is linked, so it lives; unlink it first", peer=peer)
+        assert self._server is not None
+        return self._server.release(peer)
 
     def _open_links(self) -> LinkTable:
         self._check_open()

@@ -90,7 +90,6 @@ def test_example_runs_and_says_what_it_must(name: str) -> None:
     assert "Warning" not in output
 
 
-# The first in every run, the others now and then.
 OVER_UCX: Final = ["pull_blocks.py", "contiguous_caches.py", "paged_blocks.py", "notifications.py", "tickets.py"]
 
 
@@ -99,8 +98,6 @@ OVER_UCX: Final = ["pull_blocks.py", "contiguous_caches.py", "paged_blocks.py", 
 def test_example_runs_over_ucx_with_one_variable_set(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With ``KVLINK_TRANSPORTS=ucx`` in the environment everything is as it was."""
     need_ucx()
-    if name != OVER_UCX[0] and "KVLINK_STRESS" not in os.environ:
-        pytest.skip("KVLINK_STRESS=1 runs it")
     monkeypatch.setenv("KVLINK_TRANSPORTS", "ucx")
     status, output = run_python("-W", "error", str(EXAMPLES / name))
     assert status == 0, output

@@ -123,6 +123,23 @@ async def test_where_death_cannot_be_seen_closing_our_end_must_be_proof_or_nothi
                 await anyio.sleep(0.1)
                 assert not cache.is_quiet()
                 assert here.kv_cache_manager.pool_usage().quarantined == {2: 1}
+                assert here.confirm_death(3) == 0
+                assert not cache.is_quiet()
+                assert here.confirm_death(2) == 1  # whoever has killed it knows
+                assert cache.is_quiet()
+                assert here.kv_cache_manager.pool_usage().quarantined == {}
+                assert here.confirm_death(2) == 0
+
+
+async def test_a_peer_that_is_linked_is_not_dead() -> None:
+    """Whoever says so is told, and what it may write into stays its own."""
+    async with mix(1) as here, mix(2) as there:
+        (await there.link_clusters([kv.ClusterInfo(1, here.address)])).raise_for_status()
+        for cluster in (2, kv.ClusterInfo(2, there.address)):
+            with pytest.raises(kv.LinkExistsError, match="cluster 2 is linked"):
+                here.confirm_death(cluster)
+    with pytest.raises(kv.ClosedError):
+        here.confirm_death(2)
 
 
 @pytest.mark.parametrize("dialler", ["the writer", "the owner"])

@@ -128,7 +128,7 @@ class LinkCalls(ABC):
         refusal = self._refuse_list("unlink_clusters", clusters)
         if refusal is not None:
             return LinkResults.refused(refusal)
-        peers = [_peer(cluster) for cluster in clusters]
+        peers = [peer_of(cluster) for cluster in clusters]
         results: dict[int, LinkResult] = {}
 
         async def unlink(peer: int) -> None:
@@ -165,7 +165,7 @@ class LinkCalls(ABC):
         timeout_s = self.config.link_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
         asked: Sequence[object]
         asked = clusters if isinstance(clusters, (list, tuple)) else [clusters]
-        peers = [_peer(cluster) for cluster in asked]
+        peers = [peer_of(cluster) for cluster in asked]
         results: dict[int, LinkResult] = {}
 
         async def probe(peer: int) -> None:
@@ -230,7 +230,7 @@ class LinkCalls(ABC):
         links = self._open_links()
         made = check_payload(payload, self.config.max_notification_nbytes)
         timeout_s = self.config.operation_timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
-        link = links.open_link(_peer(peer))
+        link = links.open_link(peer_of(peer))
         link.begin()
         try:
             await link.notices.send(made, timeout_s=timeout_s)
@@ -272,7 +272,8 @@ class LinkCalls(ABC):
         return None
 
 
-def _peer(cluster: object) -> int:
+def peer_of(cluster: object) -> int:
+    """Return the id of a cluster that a caller names, by its id or its `ClusterInfo`."""
     if isinstance(cluster, ClusterInfo):
         return cluster.cluster_id
     return check_int("cluster id", cluster, 0, 2**64 - 1)

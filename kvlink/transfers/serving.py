@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 from anyio.abc import TaskGroup
@@ -39,6 +39,13 @@ _MAX_LEASE_S: Final = 3600.0
 """No peer keeps memory longer than this without its link being looked at again."""
 
 
+class _Watched(NamedTuple):
+    """A lost life of cluster `peer` that may still write; `scope` ends the watch on it."""
+
+    peer: int
+    scope: anyio.CancelScope
+
+
 class CacheServer:
     """The owner's side of every link of one cluster.
 
@@ -67,7 +74,7 @@ class CacheServer:
         self._tasks = tasks
         self._staging = StagingServer(store, copier, tasks, max_detour_nbytes)
         self._open: dict[bytes, Link] = {}
-        self._watching: dict[bytes, anyio.CancelScope] = {}
+        self._watching: dict[bytes, _Watched] = {}
         store.table.on_ended = self._recall
 
     def on_opened(self, link: Link) -> None:
@@ -75,8 +82,19 @@ class CacheServer:
         self._open[link.incarnation] = link
         watching = self._watching.pop(link.incarnation, None)
         if watching is not None:
-            watching.cancel()
+            watching.scope.cancel()
         self._store.leases.drop_writers(link.incarnation)
+
+    def release(self, peer: int) -> int:
+        """End the write leases of a lost cluster that is certain to be dead; return how many there were."""
+        leases = self._store.leases
+        before = leases.num_writes
+        for holder, watched in list(self._watching.items()):
+            if watched.peer == peer:
+                del self._watching[holder]
+                watched.scope.cancel()
+                leases.drop_writers(holder)
+        return before - leases.num_writes
 
     def on_message(self, link: Link, message: Message) -> Message | None:
         """Serve one message and return the answer, if it has one. Waits for nothing."""
@@ -122,7 +140,8 @@ class CacheServer:
             leases.drop_writers(holder)
         else:
             leases.quarantine_all(holder, link.peer)
-            scope = self._watching[holder] = anyio.CancelScope()
+            scope = anyio.CancelScope()
+            self._watching[holder] = _Watched(link.peer, scope)
             self._tasks.start_soon(self._outlive, link, link.endpoint.watch_death(), scope)
 
     def _find(self, link: Link, message: LookUp | OpenRead | OpenWrite) -> Found:
@@ -187,8 +206,9 @@ class CacheServer:
         """Keep what a lost peer may write into until it can write no more.
 
         Because the operating system says that it is dead; or, where the transport makes that certain, because our
-        endpoint is closed. A link of the same life ends the watch (`on_opened`). Where none of the three happens the
-        memory stays in quarantine as long as this cluster is open: silence is no proof.
+        endpoint is closed. A link of the same life ends the watch (`on_opened`), and so does whoever knows that it is
+        dead (`release`). Where none of these happens the memory stays in quarantine as long as this cluster is open:
+        silence is no proof.
         """
         try:
             with scope:

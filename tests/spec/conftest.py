@@ -2,8 +2,8 @@
 
 ``late`` is a transport whose completions come late, in another order, and after more than one try: the spec holds over
 it as it does over any other. ``ucx afar`` is UCX as between hosts: state words are got, not mapped. All tests run over
-shared memory; some of each kind also run over UCX and over a late transport every time, and all of them do with
-``KVLINK_STRESS=1``.
+shared memory and over UCX; some of each kind also run afar and over a late transport every time, and all of them do
+with ``KVLINK_STRESS=1``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OFTEN: Final = (
     *("test_blocks", "test_several_receivers", "test_cancelling_the_task", "test_between_processes"),
     *("test_released_on_delivery", "test_memory_of_a_running_pull"),
 )
-"""What runs over every transport, and a late one, each time: all kinds of pull, push and layer-wise push, and keys."""
+"""What runs afar and over a late transport each time: all kinds of pull, push and layer-wise push, and keys."""
 
 _IN_TIME: Final = ("test_two_configs_to_one_cluster",)
 """What counts on one thing being done before another, or at once, which nobody promises of a late transport."""
@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     has_all = os.environ.get("KVLINK_STRESS") == "1"
     is_often = metafunc.function.__name__ in _OFTEN
-    names = (*TRANSPORTS, "ucx afar") if has_all or is_often else TRANSPORTS[:1]
+    names = (*TRANSPORTS, "ucx afar") if has_all or is_often else TRANSPORTS
     is_in_time = metafunc.function.__name__ in _IN_TIME or metafunc.module.__name__.endswith("test_short_way")
     may_be_late = (has_all or is_often) and not is_in_time
     late = [f"{name} late" for name in (TRANSPORTS if has_all else TRANSPORTS[:1])] if may_be_late else []
