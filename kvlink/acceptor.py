@@ -33,7 +33,7 @@ class Acceptor:
         self, listener: Listener[Any], serve: Callable[[Any], Coroutine[Any, Any, None]], tasks: TaskGroup
     ) -> None:
         self._listener = listener
-        self._serve = serve
+        self._serve_it = serve
         self._tasks = tasks
         self._scope = anyio.CancelScope()
         self._ended = anyio.Event()
@@ -63,6 +63,15 @@ class Acceptor:
             with anyio.CancelScope(shield=True), suppress(OSError):
                 await self._listener.aclose()
             self._ended.set()
+
+    async def _serve(self, stream: Any) -> None:
+        """Serve a connection; a fault of ours ends that, and not the tasks' parent with all that it has."""
+        try:
+            await self._serve_it(stream)
+        except Exception:
+            _log.exception("failed to serve a connection")
+            with anyio.CancelScope(shield=True), suppress(OSError):
+                await anyio.aclose_forcefully(stream)
 
     async def _serve_socket(self, listener: SocketListener) -> None:
         """As its own `serve`, but that an accept on a Unix socket is never cancelled while it waits; see `loops`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from kvlink.links.link import Link
     from kvlink.transports.base import Transport
 
+
+_log = logging.getLogger(__name__)
 
 _LARGE_NBYTES: Final = 16 * 1024 * 1024
 """Pools of this size and more are unmapped in a thread: 16 MiB take up to 5 ms."""
@@ -393,9 +397,11 @@ class Cluster(LinkCalls):
         while True:
             await anyio.sleep(self.config.liveness_s / BEATS)
             now = anyio.current_time()
-            self._links.beat(now)
-            self._store.leases.expire(now)
-            self._store.collect()
+            for look in (partial(self._links.beat, now), partial(self._store.leases.expire, now), self._store.collect):
+                try:
+                    look()
+                except Exception:  # a fault of ours must not end the cluster, nor keep the others from being looked at
+                    _log.exception("a regular look at the links and the memory failed")
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "new" if self._store is None else "open"

@@ -8,13 +8,15 @@ import os
 import socket
 from types import SimpleNamespace
 
+import anyio
 import anyio.to_thread
 import pytest
 
 import kvlink as kv
 from kvlink.memory.regions import POOL, STATE
-from kvlink.transports import shm_endpoint
+from kvlink.transports import pidfd, shm_endpoint
 from kvlink.transports.shm_channel import SharedRegion
+from tests.support.loops import eventually, every_loop
 from tests.support.stranger import Stranger, dial_channel, memfds, send_regions, token_of
 
 
@@ -94,3 +96,56 @@ async def test_a_fault_of_ours_while_a_peer_attaches_costs_that_peer_alone(
                 assert isinstance(result.error, kv.LinkError)
         (await peer.link_clusters([kv.ClusterInfo(1, owner.address)])).raise_for_status()
     del result
+
+
+@every_loop
+@pytest.mark.parametrize("what", ["dup", "wait_readable"])
+async def test_a_process_without_descriptors_keeps_its_links(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The peer's death cannot be watched then: a line in the log; this link and the others go on, and end in order."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with (
+        kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="64KiB") as owner,
+        kv.Cluster(cluster_id=2, role=kv.Role.MIX, pool="64KiB") as peer,
+    ):
+        module = {"dup": "os", "wait_readable": "anyio"}[what]
+        names = {"close": os.close, "sleep_forever": anyio.sleep_forever, what: refuse}
+        monkeypatch.setattr(pidfd, module, SimpleNamespace(**names))
+        (await peer.link_clusters([kv.ClusterInfo(1, owner.address)])).raise_for_status()
+        (await peer.check_link_status(1, timeout_s=5)).raise_for_status()
+        await eventually(lambda: caplog.text.count("cannot be watched") == 2, "both sides to say so")
+        assert (len(owner.links), len(peer.links)) == (1, 1)
+        (await peer.unlink_clusters([1])).raise_for_status()
+        await eventually(lambda: not owner.links, "the other side to unlink")
+
+
+async def test_a_fault_of_ours_costs_a_link_or_a_look_and_not_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the tasks of a link, in serving a connection, in what is looked at regularly: logged, and all else goes on."""
+    levels: dict[str, int | str] = {"kvlink.links.link": 60, "kvlink.acceptor": 60, "kvlink.cluster": "ERROR"}
+    for name, level in levels.items():
+        caplog.set_level(level, name)  # a traceback in a record would hold everything
+    config = kv.ClusterConfig(liveness_s=0.1)
+    async with (
+        kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="64KiB", config=config) as owner,
+        kv.Cluster(cluster_id=2, role=kv.Role.MIX, pool="64KiB") as peer,
+    ):
+        info = kv.ClusterInfo(1, owner.address)
+        with monkeypatch.context() as patch:
+            patch.setattr(shm_endpoint.ShmEndpoint, "watch_death", lambda endpoint: 1 // 0)
+            await peer.link_clusters([info])
+            await eventually(lambda: not owner.links and not peer.links, "the link to end")
+        with monkeypatch.context() as patch:
+            patch.setattr(owner._links, "_hello", lambda: 1 // 0)
+            patch.setattr(owner._links._complaints, "say", lambda *_, **__: 1 // 0)  # type: ignore[union-attr]
+            assert not (await peer.link_clusters([info], timeout_s=1)).is_ok
+        with monkeypatch.context() as patch:
+            patch.setattr(owner._links, "beat", lambda now: 1 // 0)
+            await eventually(lambda: caplog.text.count("a regular look") >= 2, "two looks to fail")
+        (await peer.link_clusters([info])).raise_for_status()
+        caplog.clear()

@@ -259,6 +259,9 @@ class Link:
                     tasks.start_soon(self._heed)
                     error = await self._read(tasks)
                     tasks.cancel_scope.cancel()
+        except Exception as exc:  # a fault of ours ends this link, and not the cluster
+            _log.exception("serving cluster %d failed", self.peer)
+            error = LinkLostError(f"serving cluster {self.peer} failed: {exc!r}; link again", peer=self.peer)
         finally:
             self.lose(error)
             with anyio.CancelScope(shield=True):
@@ -373,9 +376,6 @@ class Link:
             )
             lost.__cause__ = exc
             return lost
-        except Exception as exc:  # a bug of ours: it ends this link and no other
-            _log.exception("serving cluster %d failed", self.peer)
-            return LinkLostError(f"serving cluster {self.peer} failed: {exc!r}; link again", peer=self.peer)
 
     async def _take_leave(self, reason: str) -> None:
         """Hang up on a peer that has said goodbye: that tells it that nothing of ours moves any more."""

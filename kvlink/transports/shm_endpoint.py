@@ -201,7 +201,7 @@ class ShmEndpoint(Endpoint):
         raise ProtocolError(f"a message about region {share.region}, which shared memory does not share this way")
 
     def watch_death(self) -> PidfdWatch:
-        return PidfdWatch(None if self._pidfd is None else os.dup(self._pidfd))
+        return PidfdWatch(self._pidfd)
 
     async def aclose(self) -> None:
         self.abort()

@@ -208,7 +208,7 @@ class UcxEndpoint(Endpoint):
         self._worker.ask(lambda: self._unpack(share, key))
 
     def watch_death(self) -> PidfdWatch:
-        return PidfdWatch(None if self._pidfd is None else os.dup(self._pidfd))
+        return PidfdWatch(self._pidfd)
 
     async def aclose(self) -> None:
         self.abort()
