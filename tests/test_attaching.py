@@ -149,3 +149,14 @@ async def test_a_fault_of_ours_costs_a_link_or_a_look_and_not_the_cluster(
             await eventually(lambda: caplog.text.count("a regular look") >= 2, "two looks to fail")
         (await peer.link_clusters([info])).raise_for_status()
         caplog.clear()
+
+
+async def test_a_cluster_that_peers_cannot_attach_to_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No socket for the descriptors to be had: a typed error on entry, and nothing stays."""
+
+    def refuse(address: str) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(anyio, "create_unix_listener", refuse)
+    with pytest.raises(kv.ListenError, match="Too many open files"):
+        await kv.Cluster(cluster_id=1, role=kv.Role.MIX, pool="64KiB").__aenter__()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -123,6 +126,25 @@ async def test_a_start_that_asyncio_cancels_leaves_nothing(
     may_go_on.set()
     with pytest.raises(asyncio.CancelledError), anyio.fail_after(5):
         await starting
+
+
+async def test_ucx_is_not_started_without_descriptors(
+    registrations: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it has too few it aborts the process; so it is not tried, and the few are given back."""
+    from kvlink.transports.ucx import context
+
+    left = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
+
+    def give(*_: object) -> int:
+        if not left:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return left.pop()
+
+    monkeypatch.setattr(context, "os", SimpleNamespace(open=give, close=os.close, devnull="", O_RDONLY=0, O_CLOEXEC=0))
+    with pytest.raises(kv.FeatureNotEnabledError, match=r"has 40 left .*ulimit -n"):
+        await cluster().__aenter__()
+    assert not registrations
 
 
 async def test_a_host_without_a_thread_to_give(registrations: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ here until we let go, and the kernel tells us at once (pidfd).
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 from typing import Final
@@ -21,7 +22,7 @@ from anyio.abc import TaskGroup, UNIXSocketStream
 
 from kvlink.acceptor import Acceptor, Complaints, Strangers
 from kvlink.config import ClusterConfig
-from kvlink.errors import KVLinkError, LinkError
+from kvlink.errors import KVLinkError, LinkError, ListenError
 from kvlink.memory.copying import Copier
 from kvlink.memory.regions import LocalMemory
 from kvlink.transports.base import Endpoint, Offer, Transport
@@ -66,8 +67,16 @@ class ShmTransport(Transport):
         self._acceptor: Acceptor | None = None
 
     async def start(self, tasks: TaskGroup) -> None:
+        """See `Transport.start`.
+
+        Raises:
+            ListenError: there is no socket to be had.
+        """
         self._tasks = tasks
-        listener = await anyio.create_unix_listener("\0" + self._address)
+        try:
+            listener = await anyio.create_unix_listener("\0" + self._address)
+        except OSError as exc:
+            raise ListenError(f"cannot listen for peers of this host: {exc.strerror or exc}") from exc
         self._acceptor = Acceptor(listener, self._attach_peer, tasks)
 
     def offer(self) -> Offer | None:
@@ -97,7 +106,8 @@ class ShmTransport(Transport):
             stream = await anyio.connect_unix("\0" + address.decode())
         except (OSError, UnicodeError) as exc:
             why = (isinstance(exc, OSError) and exc.strerror) or exc
-            raise LinkError(f"no shared memory: the peer is not on this host ({why})") from exc
+            where = "" if _is_shortage(exc) else "the peer is not on this host "
+            raise LinkError(f"no shared memory: {where}({why})") from exc
         channel = Channel(stream)
         try:
             channel.check_user(self._config.allowed_uids)  # before the token: it is for nobody else
@@ -112,7 +122,8 @@ class ShmTransport(Transport):
                 raise
         except GONE as exc:
             await channel.aclose()
-            raise LinkError("no shared memory: the peer refused to exchange descriptors") from exc
+            why = str(exc) if _is_shortage(exc) else "the peer refused to exchange descriptors"
+            raise LinkError(f"no shared memory: {why}") from exc
         except BaseException:
             await channel.aclose()
             raise
@@ -171,3 +182,8 @@ class ShmTransport(Transport):
                     await endpoint.aclose()
             elif not is_attached:
                 await channel.aclose()
+
+
+def _is_shortage(error: Exception) -> bool:
+    """Whether it is this process that lacks something."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)

@@ -18,6 +18,7 @@ from kvlink.transports.ucx.providers import Handles
 from kvlink.ucxconfig import UcxConfig
 
 _SAME_HOST: Final = ("posix", "cma")
+_SPARE_DESCRIPTORS: Final = 64
 _RDMA: Final = ("rc", "dc", "ud")
 _CUDA: Final = "cuda"
 """UCX's name for cuda_copy, cuda_ipc and gdr_copy, as far as they are built."""
@@ -114,6 +115,7 @@ class Context:
             FeatureNotEnabledError: there is no UCX here, or it has none of the transports that are asked for.
         """
         library = load(config.library_path)
+        _check_descriptors()
         settings = settings_of(config)
         ffi, api = library.ffi, library.api
         ucx_config = ffi.new("ucp_config_t **")
@@ -229,3 +231,23 @@ class Context:
         elif self.handle is not None:
             os.close(self.fd)
         self.handle = self.worker = self.keep = None
+
+
+def _check_descriptors() -> None:
+    """Refuse where UCX may run out of descriptors while it starts: then it aborts the process.
+
+    Raises:
+        FeatureNotEnabledError: there are too few left.
+    """
+    held: list[int] = []
+    try:
+        for _ in range(_SPARE_DESCRIPTORS):
+            held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exc:
+        raise FeatureNotEnabledError(
+            f"UCX needs up to {_SPARE_DESCRIPTORS} descriptors to start, and this process has {len(held)} left "
+            f"({exc.strerror}): raise `ulimit -n`"
+        ) from exc
+    finally:
+        for fd in held:
+            os.close(fd)
