@@ -59,17 +59,17 @@ _DENSE: Final = 16
 """Numbers below so many times their count are marked in an array rather than sorted: a tenth of the time."""
 
 
-def few_blocks(blocks: Blocks) -> Sequence[int] | None:
-    """Return 1 to `FEW_BLOCKS` block numbers as plain ints, not yet compared with any limit; None for all else.
+def few_blocks(blocks: Blocks, most: int = FEW_BLOCKS) -> Sequence[int] | None:
+    """Return 1 to `most` block numbers as plain ints, not yet compared with any limit; None for all else.
 
     Ownership: may be the caller's own list; it is good until the next await.
     """
     kind = type(blocks)
     if kind is np.ndarray:
-        if blocks.ndim == 1 and 0 < len(blocks) <= FEW_BLOCKS and blocks.dtype.kind in "iu":  # type: ignore[union-attr]  # an array
+        if blocks.ndim == 1 and 0 < len(blocks) <= most and blocks.dtype.kind in "iu":  # type: ignore[union-attr]  # an array
             return blocks.tolist()  # type: ignore[union-attr,no-any-return]  # an array
         return None
-    if (kind is not list and kind is not tuple) or not 0 < len(blocks) <= FEW_BLOCKS:
+    if (kind is not list and kind is not tuple) or not 0 < len(blocks) <= most:
         return None
     for block in blocks:
         if type(block) is not int:

@@ -114,7 +114,7 @@ _make_extent: Final[Callable[[Iterable[int]], Extent]] = partial(tuple.__new__, 
 _make_piece: Final[Callable[[Iterable[int]], Piece]] = partial(tuple.__new__, Piece)
 
 
-FEW_BLOCKS: Final = 32
+FEW_BLOCKS: Final = 64
 """Up to here plain ints are checked, sorted and joined faster than numpy can: 0.8 us a block; numpy 25 us, cold 100."""
 
 

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from kvlink.errors import ClosedError, TransportError
 from kvlink.memory import copying
-from kvlink.memory.copying import Copier, Copy, copy_now, copy_rows, cut, streaming_nbytes
+from kvlink.memory.copying import Copier, streaming_nbytes
 from kvlink.memory.pool import Bytes, Segment
+from kvlink.memory.strided import Copy, copy_now, copy_rows, cut
 
 BACKENDS: Final = ("asyncio", "uvloop", "trio")
 on_every_loop = pytest.mark.parametrize("backend", BACKENDS)
@@ -193,6 +194,42 @@ def test_copies_move_the_right_bytes(copies: list[Copy]) -> None:
     expected = expected_of(copies)
     copy_now(copies)
     assert (copies[0].target == expected).all()
+
+
+@st.composite
+def alike(draw: st.DrawFn) -> list[Copy]:
+    """Copies of one shape at scattered places, as those of blocks are; some sources more than once."""
+    num_rows, nbytes, num_blocks = draw(st.integers(1, 4)), draw(st.integers(1, 9)), draw(st.integers(2, 9))
+    stride = num_blocks * nbytes
+    numbers = draw(st.permutations(range(num_blocks)))[: draw(st.integers(2, num_blocks))]
+    target = np.zeros(num_rows * stride, np.uint8)
+    source = (np.arange(num_rows * stride) % 250 + 1).astype(np.uint8)
+    sources = draw(st.lists(st.integers(0, num_blocks - 1), min_size=len(numbers), max_size=len(numbers)))
+    return [
+        Copy(target, to * nbytes, stride, source, origin * nbytes, stride, nbytes, num_rows)
+        for to, origin in zip(numbers, sources, strict=True)
+    ]
+
+
+@settings(deadline=None)
+@given(alike())
+def test_copies_that_go_two_by_two_move_the_right_bytes(copies: list[Copy]) -> None:
+    """Forwards and backwards, from the same place twice, with one left over: what a loop over bytes would move."""
+    expected = expected_of(copies)
+    copy_now(copies)
+    assert (copies[0].target == expected).all()
+
+
+@pytest.mark.parametrize("is_target", [False, True])
+@pytest.mark.parametrize("offset", [-1, 91, 10**9])
+@pytest.mark.parametrize("is_second", [False, True])
+def test_one_of_two_outside_of_the_memory_is_refused(is_target: bool, offset: int, is_second: bool) -> None:
+    """Whichever of the two it is; and neither has been copied."""
+    good = Copy(np.zeros(100, np.uint8), 0, 50, np.ones(100, np.uint8), 20, 50, 10, 2)
+    bad = good._replace(target_offset=offset) if is_target else good._replace(source_offset=offset)
+    with pytest.raises(ValueError, match=r"strides|offset|buffer"):
+        copy_now([good, bad] if is_second else [bad, good])
+    assert not good.target.any()
 
 
 @settings(max_examples=300, deadline=None)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvlink as kv
 from kvlink.geometry import CacheGeometry, TensorRun, select_runs
-from kvlink.memory.copying import Copy, complete, cut
+from kvlink.memory.strided import Copy, complete, cut
 from kvlink.plan import join_blocks, spread
 from kvlink.report import Interrupted
 from kvlink.testing import Faults, FaultyTransport

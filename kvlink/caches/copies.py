@@ -12,8 +12,9 @@ from kvlink.caches.table import CacheEntry
 from kvlink.checks import check_blocks
 from kvlink.errors import FeatureNotEnabledError, MismatchError, ParameterError, ParameterTypeError, shown
 from kvlink.geometry import Placement, TensorRun
-from kvlink.memory.copying import Copier, Copy
+from kvlink.memory.copying import Copier
 from kvlink.memory.regions import LocalRegion, Region
+from kvlink.memory.strided import Copy
 from kvlink.plan import Extent, Piece, join_blocks, spread
 
 _BUFFER = -1

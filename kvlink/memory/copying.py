@@ -1,10 +1,8 @@
-"""Strided copies between two mappings: inline when small, on a few threads, in chunks, when large.
+"""Strided copies: inline when small, on a few threads, in chunks, when large.
 
-A `Copy` is rows of equal length at a constant stride on either side, so it is one numpy assignment: one memcpy per row,
-no temporary, no Python loop over rows, and the GIL released meanwhile. Larger work is cut into chunks of about
-`chunk_nbytes`. Threads take one chunk from the job at the head of the queue and put the job back at the tail, so that
-jobs share the threads by bytes, a small job waits for one chunk of each other job at most, and a cancelled job stops
-within one chunk.
+Larger work is cut into chunks of about `chunk_nbytes`. Threads take one chunk from the job at the head of the queue and
+put the job back at the tail, so that jobs share the threads by bytes, a small job waits for one chunk of each other job
+at most, and a cancelled job stops within one chunk.
 
 Quiet: `Copier.run` returns or raises only when no thread touches the job's memory any more. Cancellation waits, under a
 shield, for the chunks in the threads' hands.
@@ -15,17 +13,17 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import anyio
-import numpy as np
 
 from kvlink.errors import ClosedError, TransportError
 from kvlink.loops import CallSoon, current_call_soon, until_set
 from kvlink.memory.pool import Bytes, depopulate, populate
+from kvlink.memory.strided import Copy, copy_now, cut
 
 _PAGING_NBYTES: Final = 8 * 1024 * 1024
 """Pages entered or taken out between two looks at the queue: about 1 ms, for which other mappings may have to wait."""
@@ -34,109 +32,6 @@ _PAGING_NBYTES: Final = 8 * 1024 * 1024
 _SC_LEVEL3_CACHE_SIZE: Final = 194  # glibc's <bits/confname.h>; Python has no name for it
 _PAGE: Final = 4096
 _MAX_STREAM_NBYTES: Final = 256 * 1024 * 1024
-
-
-class Copy(NamedTuple):
-    """`num_rows` rows of `nbytes` from `source` to `target`; row k lies k strides after the offset. All in bytes."""
-
-    target: Bytes
-    target_offset: int
-    target_stride: int
-    source: Bytes
-    source_offset: int
-    source_stride: int
-    nbytes: int
-    num_rows: int
-
-
-make_copy: Final[Callable[[Iterable[Any]], Copy]] = partial(tuple.__new__, Copy)
-"""Makes a `Copy` of its fields in a third of the time that calling the class takes."""
-
-
-def copy_rows(
-    target: Bytes,
-    target_offset: int,
-    target_stride: int,
-    source: Bytes,
-    source_offset: int,
-    source_stride: int,
-    nbytes: int,
-    num_rows: int,
-) -> None:
-    """Do one copy in this thread; the arguments are the fields of `Copy`.
-
-    Raises:
-        ValueError: a row lies outside its memory; nothing was copied.
-    """
-    if num_rows == 1:
-        # A quarter of the cost of building two arrays; but slices that are cut short could match, so look first.
-        if (
-            target_offset < 0
-            or source_offset < 0
-            or target_offset + nbytes > len(target)
-            or source_offset + nbytes > len(source)
-        ):
-            raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
-        target[target_offset : target_offset + nbytes] = source[source_offset : source_offset + nbytes]
-    else:
-        shape = (num_rows, nbytes)
-        np.ndarray(shape, np.uint8, target, target_offset, (target_stride, 1))[...] = np.ndarray(
-            shape, np.uint8, source, source_offset, (source_stride, 1)
-        )
-
-
-def copy_row(target: memoryview, target_offset: int, source: memoryview, source_offset: int, nbytes: int) -> None:
-    """Copy one small row, holding the GIL: 0.2 us and the memcpy, where numpy's slices take 0.45 us; bench S1_4K.
-
-    Raises:
-        ValueError: the row lies outside its memory, or `target` is read-only; nothing was copied.
-    """
-    end, source_end = target_offset + nbytes, source_offset + nbytes
-    # Slices that are cut short could match, so look first.
-    if target_offset < 0 or source_offset < 0 or end > len(target) or source_end > len(source) or target.readonly:
-        raise ValueError(f"a row of {nbytes} bytes lies outside its memory, or is read-only")
-    target[target_offset:end] = source[source_offset:source_end]
-
-
-def copy_now(copies: Iterable[Copy]) -> None:
-    """Do the copies in this thread; raises as `copy_rows`, and then copies before the faulty one have been done."""
-    for copy in copies:
-        copy_rows(*copy)
-
-
-def cut(
-    copies: Iterable[Copy], chunk_nbytes: int, *, stream_nbytes: int = 0, is_alone: Callable[[], bool] = lambda: True
-) -> Iterator[list[Copy]]:
-    """Yield the same work in lists of about `chunk_nbytes`: small copies together, large ones by rows, then columns.
-
-    Args:
-        stream_nbytes: what is left of one row is cut into pieces of this size while it has so much; 0: never.
-        is_alone: asked before each such piece; False for `chunk_nbytes` after all.
-    """
-    batch: list[Copy] = []
-    batch_nbytes = 0
-    for copy in copies:
-        nbytes = copy.nbytes * copy.num_rows
-        if batch_nbytes and batch_nbytes + nbytes > chunk_nbytes:
-            yield batch
-            batch, batch_nbytes = [], 0
-        if nbytes <= chunk_nbytes:
-            batch.append(copy)
-            batch_nbytes += nbytes
-        elif copy.nbytes > chunk_nbytes:
-            for row in range(copy.num_rows):
-                start = 0
-                while start < copy.nbytes:
-                    left = copy.nbytes - start
-                    step = stream_nbytes if 0 < stream_nbytes <= left and is_alone() else min(chunk_nbytes, left)
-                    yield [_part(copy, row, 1, start, step)]
-                    start += step
-        else:
-            step = chunk_nbytes // copy.nbytes
-            for row in range(0, copy.num_rows, step):
-                yield [_part(copy, row, min(step, copy.num_rows - row), 0, copy.nbytes)]
-    if batch:
-        yield batch
 
 
 def streaming_nbytes() -> int:
@@ -154,15 +49,6 @@ def streaming_nbytes() -> int:
     return -(-nbytes // _PAGE) * _PAGE if 0 < nbytes <= _MAX_STREAM_NBYTES else 0
 
 
-def _part(copy: Copy, row: int, count: int, start: int, nbytes: int) -> Copy:
-    return copy._replace(
-        target_offset=copy.target_offset + row * copy.target_stride + start,
-        source_offset=copy.source_offset + row * copy.source_stride + start,
-        nbytes=nbytes,
-        num_rows=count,
-    )
-
-
 def _noting(chunks: Iterator[list[Copy]], copied: list[tuple[int, int]]) -> Iterator[Callable[[], None]]:
     """Yield calls that copy the chunks, and then note which bytes of all the work, counted in its order, those were."""
     start = 0
@@ -175,32 +61,6 @@ def _noting(chunks: Iterator[list[Copy]], copied: list[tuple[int, int]]) -> Iter
 def _copy_and_note(chunk: list[Copy], copied: list[tuple[int, int]], place: tuple[int, int]) -> None:
     copy_now(chunk)
     copied.append(place)
-
-
-def complete(sizes: Sequence[int], copied: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of copies that are complete.
-
-    Args:
-        sizes: bytes of each copy.
-        copied: first byte and end of the pieces that have been copied, in any order, none twice, when the bytes of all
-            copies are counted one after the other.
-    """
-    joined: list[list[int]] = []
-    for start, stop in sorted(copied):
-        if joined and joined[-1][1] == start:
-            joined[-1][1] = stop
-        else:
-            joined.append([start, stop])
-    found: list[int] = []
-    place = first = 0
-    for index, size in enumerate(sizes):
-        stop = place + size
-        while first < len(joined) and joined[first][1] < stop:
-            first += 1
-        if first < len(joined) and joined[first][0] <= place:
-            found.append(index)
-        place = stop
-    return found
 
 
 class _Job:

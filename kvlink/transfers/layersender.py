@@ -15,7 +15,7 @@ from kvlink.links.link import Link
 from kvlink.links.table import LinkTable
 from kvlink.plan import Extent, Piece, plan_blocks, scatter_slot, spread, total_nbytes
 from kvlink.transfers.layerconfig import TransferConfig, TransferWithCacheKeyConfig
-from kvlink.transfers.pushes import put_checked
+from kvlink.transfers.transfer import put_checked
 from kvlink.transfers.views import cache_of, open_write
 from kvlink.wire import LayerEvent, Target
 

@@ -32,7 +32,7 @@ from kvlink.links.gates import finish, start
 from kvlink.links.link import Link
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
-from kvlink.plan import Piece, as_ints, join_blocks, scatter_slot, spread
+from kvlink.plan import FEW_BLOCKS, Piece, as_ints, join_blocks, scatter_slot, spread
 from kvlink.report import TransferReport
 from kvlink.transfers.planning import plan
 from kvlink.transfers.staging import get_by_detour
@@ -108,14 +108,19 @@ class Puller:
         if store.thread != get_ident():  # 0.05 us; the long way says what is wrong
             return None
         entry = cache.live_entry
-        source, destination = few_blocks(src_blocks), few_blocks(dst_blocks)
         link = self._links.peek(key.cluster_id)
-        if entry is None or source is None or destination is None or link is None:
+        if entry is None or link is None:
             return None
         pairing = link.pairings.get(place)
         if pairing is None:
             return None
         endpoint, quick = link.endpoint, pairing.quick
+        most = endpoint.immediate_nbytes // quick.nbytes
+        if most > FEW_BLOCKS:
+            most = FEW_BLOCKS
+        source, destination = few_blocks(src_blocks, most), few_blocks(dst_blocks, most)
+        if source is None or destination is None:
+            return None
         try:
             num_extents = move_few(
                 endpoint, endpoint.get_at_once, quick, destination, source, entry.geometry.num_slots, is_push=False

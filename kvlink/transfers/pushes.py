@@ -29,7 +29,7 @@ from kvlink.checks import (
     few_blocks,
     highest,
 )
-from kvlink.errors import CacheNotFoundError, KVLinkError, ParameterError, ParameterTypeError, TransferTimeoutError
+from kvlink.errors import CacheNotFoundError, ParameterError, ParameterTypeError, TransferTimeoutError
 from kvlink.geometry import TensorRun, select_runs
 from kvlink.keys import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvlink.links.gates import finish, start
@@ -37,75 +37,15 @@ from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.links.pairing import CacheHasEnded, Pairing, move_few
 from kvlink.links.table import LinkTable
-from kvlink.plan import Extent, Piece, as_ints, join_blocks, restage, spread
+from kvlink.plan import FEW_BLOCKS, Piece, as_ints, join_blocks, restage, spread
 from kvlink.report import TransferReport
 from kvlink.transfers.planning import plan
 from kvlink.transfers.pulls import PLAIN_RANGES, Place
 from kvlink.transfers.staging import commit, stage
-from kvlink.transfers.transfer import is_current, load_word_within, vouch
+from kvlink.transfers.transfer import ended_while_written, is_current, put_checked
 from kvlink.transfers.turns import LoopTurns
 from kvlink.transfers.views import cache_of, open_write
 from kvlink.wire import CloseRead, Target
-
-
-async def put_checked(
-    link: Link, grant: WriteGrant, extents: Sequence[Extent], nbytes: int, *, timeout_s: float
-) -> None:
-    """Put `extents` into the cache of `grant`, then make sure that it is still that cache.
-
-    More than what is moved at once waits for its turn (`kvlink.links.gates`).
-
-    Cancellation: ends when nothing is in flight any more; what was to be written is then undefined.
-
-    Raises:
-        CacheNotFoundError: the cache ended before all of it was written.
-        TransferTimeoutError, LinkLostError, TransportError: it ended early; `KVLinkError.interrupted` says with what.
-    """
-    if nbytes <= link.endpoint.immediate_nbytes:
-        await _put_checked(link, grant, extents, nbytes, timeout_s=timeout_s)
-        return
-    in_flight = min(nbytes, link.endpoint.window_nbytes)
-    left_s = await link.nbytes.take(in_flight, timeout_s)
-    try:
-        await _put_checked(link, grant, extents, nbytes, timeout_s=left_s)
-    finally:
-        link.nbytes.give(in_flight)
-
-
-async def _put_checked(
-    link: Link, grant: WriteGrant, extents: Sequence[Extent], nbytes: int, *, timeout_s: float
-) -> None:
-    found = grant.found
-    if grant.is_recalled:
-        raise _ended(link, found.cache_id)
-    grant.begin()
-    try:
-        if nbytes <= link.endpoint.immediate_nbytes:
-            await link.endpoint.put(extents, nbytes)
-        else:
-            started = perf_counter()
-            done: list[int] = []
-            try:
-                with anyio.move_on_after(timeout_s) as scope, link.grants.stoppable(scope):
-                    await link.endpoint.put(extents, nbytes, done)
-                if scope.cancelled_caught:
-                    if link.error is not None:
-                        raise link.gone()
-                    raise TransferTimeoutError(
-                        f"pushing {nbytes} bytes to cluster {link.peer} did not end in time; see the report for what "
-                        "is there",
-                        peer=link.peer,
-                        phase="transfer",
-                    )
-            except KVLinkError as exc:
-                await vouch(exc, link.endpoint, found, extents, done, started, peer=link.peer)
-                raise
-            timeout_s = max(0.0, timeout_s - (perf_counter() - started))
-        word = await load_word_within(link.endpoint, found.word, timeout_s=timeout_s, peer=link.peer)
-        if word != found.generation:
-            raise _ended(link, found.cache_id)
-    finally:
-        grant.end()
 
 
 def place_of_push(
@@ -138,12 +78,6 @@ def _pair(entry: CacheEntry, ours: Tensors, grant: WriteGrant, dst_layer_range: 
     check_same_tensors(ours, theirs)
     local, remote = select_runs(entry.geometry.runs, *ours), select_runs(geometry.runs, *theirs)
     return Pairing.of(grant.found, local, remote, ours.num, theirs, grant)
-
-
-def _ended(link: Link, cache_id: int) -> CacheNotFoundError:
-    return CacheNotFoundError(
-        f"cache {cache_id} of cluster {link.peer} has ended; what was pushed is lost", peer=link.peer, phase="settle"
-    )
 
 
 class Pusher:
@@ -301,20 +235,25 @@ class Pusher:
         if store.thread != get_ident():  # 0.05 us; the long way says what is wrong
             return None
         entry = cache.live_entry
-        source, destination = few_blocks(src_blocks), few_blocks(dst_blocks)
         link = self._links.peek(key.cluster_id)
-        if entry is None or source is None or destination is None or link is None:
+        if entry is None or link is None:
             return None
         pairing = link.pairings.get(place)
         if pairing is None or pairing.grant is None or pairing.grant.is_recalled:
             return None
         endpoint, quick = link.endpoint, pairing.quick
+        most = endpoint.immediate_nbytes // quick.nbytes
+        if most > FEW_BLOCKS:
+            most = FEW_BLOCKS
+        source, destination = few_blocks(src_blocks, most), few_blocks(dst_blocks, most)
+        if source is None or destination is None:
+            return None
         try:
             num_extents = move_few(
                 endpoint, endpoint.put_at_once, quick, source, destination, entry.geometry.num_slots, is_push=True
             )
         except CacheHasEnded:
-            error = _ended(link, pairing.found.cache_id)
+            error = ended_while_written(link, pairing.found.cache_id)
             link.failed(error)
             raise error from None
         if not num_extents:

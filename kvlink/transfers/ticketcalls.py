@@ -45,9 +45,8 @@ from kvlink.plan import Extent, Piece, join_blocks, spread
 from kvlink.report import TransferReport
 from kvlink.tokens import TicketEnding, Token, parse_token
 from kvlink.transfers.heldtickets import HeldTicket, HeldTickets
-from kvlink.transfers.pushes import put_checked
 from kvlink.transfers.staging import get_by_detour
-from kvlink.transfers.transfer import ended_while_read, get_checked, is_current
+from kvlink.transfers.transfer import ended_while_read, get_checked, is_current, put_checked
 from kvlink.transfers.views import accept_found
 from kvlink.wire import Claim, CloseRead, Found, Target
 

@@ -10,6 +10,7 @@ from typing import Final
 import anyio
 
 from kvlink.errors import CacheNotFoundError, KVLinkError, LinkLostError, TransferTimeoutError, TransportError
+from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.plan import Extent, total_nbytes
 from kvlink.report import Interrupted
@@ -142,4 +143,71 @@ def ended_while_read(found: Found, peer: int) -> CacheNotFoundError:
         f"cache {found.cache_id} of cluster {peer} ended while it was being read; the destination holds rubbish",
         peer=peer,
         phase="settle",
+    )
+
+
+async def put_checked(
+    link: Link, grant: WriteGrant, extents: Sequence[Extent], nbytes: int, *, timeout_s: float
+) -> None:
+    """Put `extents` into the cache of `grant`, then make sure that it is still that cache.
+
+    More than what is moved at once waits for its turn (`kvlink.links.gates`).
+
+    Cancellation: ends when nothing is in flight any more; what was to be written is then undefined.
+
+    Raises:
+        CacheNotFoundError: the cache ended before all of it was written.
+        TransferTimeoutError, LinkLostError, TransportError: it ended early; `KVLinkError.interrupted` says with what.
+    """
+    if nbytes <= link.endpoint.immediate_nbytes:
+        await _put_checked(link, grant, extents, nbytes, timeout_s=timeout_s)
+        return
+    in_flight = min(nbytes, link.endpoint.window_nbytes)
+    left_s = await link.nbytes.take(in_flight, timeout_s)
+    try:
+        await _put_checked(link, grant, extents, nbytes, timeout_s=left_s)
+    finally:
+        link.nbytes.give(in_flight)
+
+
+async def _put_checked(
+    link: Link, grant: WriteGrant, extents: Sequence[Extent], nbytes: int, *, timeout_s: float
+) -> None:
+    found = grant.found
+    if grant.is_recalled:
+        raise ended_while_written(link, found.cache_id)
+    grant.begin()
+    try:
+        if nbytes <= link.endpoint.immediate_nbytes:
+            await link.endpoint.put(extents, nbytes)
+        else:
+            started = perf_counter()
+            done: list[int] = []
+            try:
+                with anyio.move_on_after(timeout_s) as scope, link.grants.stoppable(scope):
+                    await link.endpoint.put(extents, nbytes, done)
+                if scope.cancelled_caught:
+                    if link.error is not None:
+                        raise link.gone()
+                    raise TransferTimeoutError(
+                        f"pushing {nbytes} bytes to cluster {link.peer} did not end in time; see the report for what "
+                        "is there",
+                        peer=link.peer,
+                        phase="transfer",
+                    )
+            except KVLinkError as exc:
+                await vouch(exc, link.endpoint, found, extents, done, started, peer=link.peer)
+                raise
+            timeout_s = max(0.0, timeout_s - (perf_counter() - started))
+        word = await load_word_within(link.endpoint, found.word, timeout_s=timeout_s, peer=link.peer)
+        if word != found.generation:
+            raise ended_while_written(link, found.cache_id)
+    finally:
+        grant.end()
+
+
+def ended_while_written(link: Link, cache_id: int) -> CacheNotFoundError:
+    """Return the error of a put whose cache was not valid all the while."""
+    return CacheNotFoundError(
+        f"cache {cache_id} of cluster {link.peer} has ended; what was pushed is lost", peer=link.peer, phase="settle"
     )

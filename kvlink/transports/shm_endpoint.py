@@ -13,10 +13,11 @@ import anyio
 
 from kvlink.config import ClusterConfig
 from kvlink.errors import KVLinkError, LinkLostError, ProtocolError
-from kvlink.memory.copying import Copier, Copy, complete, copy_row, copy_rows, make_copy
+from kvlink.memory.copying import Copier
 from kvlink.memory.pool import Bytes, Segment
 from kvlink.memory.regions import FIRST_REGISTERED, STATE, DeviceRegion, LocalMemory
 from kvlink.memory.stateregion import WORD_NBYTES, order_memory
+from kvlink.memory.strided import Copy, complete, copy_row, copy_rows, make_copy
 from kvlink.plan import Extent, ExtentFields, regions_of, total_nbytes
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.pidfd import PidfdWatch

@@ -14,9 +14,10 @@ import pytest
 
 import kvlink as kv
 from kvlink.links.table import LinkTable
-from kvlink.memory import copying
+from kvlink.memory import strided
 from kvlink.memory.copying import Copier
 from kvlink.memory.pool import Bytes
+from kvlink.memory.strided import Copy
 from kvlink.transports import shm_endpoint
 from tests.spec.harness import D, P, Pair, cluster, linked_pair
 from tests.support.inside import link_to, num_memfd_mappings
@@ -155,16 +156,26 @@ async def test_a_large_mapping_is_taken_apart_in_the_background(monkeypatch: pyt
 @pytest.mark.parametrize("num_blocks", [3, 40, 128])
 async def test_every_byte_is_copied_once(monkeypatch: pytest.MonkeyPatch, direction: str, num_blocks: int) -> None:
     """A movement is one strided copy for each run of blocks, whatever the number of tensors, and copies each byte once:
-    the small way at once, in one numpy call each, and the large way in threads.
+    the small way at once, in one numpy call each, and the large way in threads, in one call for every two.
     """
     copied: list[tuple[int, int]] = []
-    copy_rows = copying.copy_rows
+    copy_rows, copy_two = strided.copy_rows, strided.copy_two
+    num_calls = 0
 
     def note(*arguments: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
         copied.append(arguments[-2:])
         copy_rows(*arguments)
 
-    monkeypatch.setattr(copying, "copy_rows", note)
+    def note_two(one: Copy, other: Copy) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        copied.extend((one[-2:], other[-2:]))
+        copy_two(one, other)
+
+    monkeypatch.setattr(strided, "copy_rows", note)
+    monkeypatch.setattr(strided, "copy_two", note_two)
     monkeypatch.setattr(shm_endpoint, "copy_rows", note)
     desc = kv.CacheDesc(16, (256, 2048), "uint8")
     async with linked_pair("shm", roles=MIXED, pool="9MiB") as pair:
@@ -173,8 +184,10 @@ async def test_every_byte_is_copied_once(monkeypatch: pytest.MonkeyPatch, direct
         scattered = [2 * block for block in range(num_blocks)]
         for _ in range(2):  # the first time looks the cache up
             copied.clear()
+            num_calls = 0
             report = await move(KEY, own, scattered, scattered)
             assert copied == [(2048, 16)] * num_blocks
+            assert num_calls == (num_blocks if num_blocks == 3 else num_blocks // 2)
             assert report.num_extents == num_blocks
             assert report.nbytes == sum(nbytes * rows for nbytes, rows in copied)
         copied.clear()

@@ -27,10 +27,10 @@ from kvlink.errors import (
     TransportError,
 )
 from kvlink.loops import until_set
-from kvlink.memory.copying import complete
 from kvlink.memory.pool import Segment
 from kvlink.memory.regions import STATE
 from kvlink.memory.stateregion import WORD_NBYTES, order_memory
+from kvlink.memory.strided import complete
 from kvlink.plan import Extent, ExtentFields
 from kvlink.transports.base import Capabilities, Endpoint
 from kvlink.transports.pidfd import PidfdWatch
