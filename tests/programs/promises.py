@@ -116,8 +116,8 @@ PROMISES: Final = (
             Cut(
                 "a silent reader's lease has an end",
                 "cluster.py",
-                "self._store.leases.expire(now)",
-                "pass",
+                "partial(self._store.leases.expire, now), ",
+                "",
                 ("test_adversity.py::test_a_stopped_reader_does_not_hold_the_memory_for_ever",),
             ),
         ),
