@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 
 import anyio.to_thread
 
+from kvlink.errors import FeatureNotEnabledError
+
 _T = TypeVar("_T")
 
 
@@ -20,16 +22,26 @@ async def make_in_thread(make: Callable[[], _T], give_back: Callable[[_T], objec
     """Return what `make` returns, called in a thread; raise what it raises.
 
     Cancellation: what has been made, or is being made, is given back, perhaps in the thread.
+
+    Raises:
+        FeatureNotEnabledError: the host has no thread to give.
     """
     handing_over = _HandingOver(give_back)
+    has_begun = threading.Event()
 
     def offer() -> None:
+        has_begun.set()
         handing_over.offer(make())
 
     try:
         await anyio.to_thread.run_sync(offer)
-    except BaseException:
+    except BaseException as exc:
         handing_over.refuse()
+        if isinstance(exc, RuntimeError) and not has_begun.is_set():
+            raise FeatureNotEnabledError(
+                "this host gives the process no thread to reserve memory or to start UCX in; raise its limit (pids.max "
+                "of the control group, `ulimit -u`)"
+            ) from exc
         raise
     return handing_over.take()
 

@@ -270,6 +270,18 @@ async def nothing_new_since(before: Set[str]) -> None:
 
 
 @every_loop
+async def test_a_host_without_threads_opens_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typed error that says what to raise, and nothing stays."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(kv.FeatureNotEnabledError, match=r"no thread.*pids\.max"):
+        await prompt().__aenter__()
+
+
+@every_loop
 async def test_opening_can_be_cancelled_at_any_moment() -> None:
     """Whatever had been reserved by then is given back."""
     seed = random.randrange(2**32)

@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 import kvlink as kv
-from tests.support.loops import asyncio_and_uvloop, every_loop
+from tests.support.loops import asyncio_and_trio, asyncio_and_uvloop, every_loop
 from tests.support.pair import pair
 from tests.support.ucx import need_ucx
 
@@ -236,7 +236,7 @@ async def test_closing_is_bounded_where_ucx_ends_nothing(
     ucx.context.close()
 
 
-@every_loop
+@asyncio_and_trio
 async def test_a_turn_that_never_ends_holds_nobody_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,7 +281,6 @@ async def test_a_turn_that_never_ends_holds_nobody_for_ever(
             ucx.context.close()
 
 
-@every_loop
 @pytest.mark.parametrize("way", ["try_now", "finish_now"])
 async def test_turns_that_fail_in_the_callers_hands_end_the_transfer(
     way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
