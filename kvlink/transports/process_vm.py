@@ -80,13 +80,15 @@ class ForeignMemory:
         nbytes: its length.
     """
 
+    __slots__ = ("_pidfd", "_piece", "_piece_address", "address", "nbytes", "pid")
+
     def __init__(self, pid: int, pidfd: int, address: int, nbytes: int) -> None:
         self.pid = pid
         self.address = address
         self.nbytes = nbytes
         self._pidfd = pidfd
-        self._piece: Vectors = np.zeros((2, 2), np.uint64)
-        self._piece_address = int(self._piece.ctypes.data)
+        self._piece: Vectors | None = None  # a link remembers every region that its peer has ever registered
+        self._piece_address = 0
 
     def __len__(self) -> int:
         return self.nbytes
@@ -137,6 +139,9 @@ class ForeignMemory:
         Returns:
             False where that could not be done: `copy` says why.
         """
+        if self._piece is None:
+            self._piece = np.zeros((2, 2), np.uint64)
+            self._piece_address = int(self._piece.ctypes.data)
         piece, address = self._piece, self._piece_address
         piece[0, 0], piece[1, 0] = local, remote
         piece[:, 1] = nbytes

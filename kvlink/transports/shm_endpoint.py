@@ -37,7 +37,7 @@ _MIN_PIECE_NBYTES: Final = 4096
 which a movement of `Endpoint.immediate_nbytes` then takes 64 at most."""
 
 _MAX_MAPPED: Final = FIRST_REGISTERED
-_MAX_FOREIGN: Final = 65536
+_MAX_FOREIGN: Final = 2**20
 _END_OF_MEMORY: Final = 2**63
 """Bounds on what a peer may share: a process has few mappings, and no memory in the upper half of all addresses."""
 

@@ -47,7 +47,7 @@ from kvlink.wire import Share
 
 _log = logging.getLogger(__name__)
 
-_MAX_REGIONS, _CLOSE_S = 65536, 5.0
+_MAX_REGIONS, _CLOSE_S = 2**20, 5.0
 _NO_WORDS: Final = memoryview(b"").cast("Q")
 
 
