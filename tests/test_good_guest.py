@@ -269,7 +269,7 @@ async def nothing_new_since(before: Set[str]) -> None:
         await anyio.sleep(0.01)
 
 
-@every_loop
+@asyncio_and_uvloop  # trio itself breaks down without threads
 async def test_a_host_without_threads_opens_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A typed error that says what to raise, and nothing stays."""
 
