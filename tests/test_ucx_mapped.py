@@ -38,7 +38,7 @@ def test_the_owners_words_are_seen() -> None:
     with segment() as theirs:
         mapped = map_state(Host.own(), state_file_of(theirs))
         assert mapped is not None
-        words = mapped.memory.data.cast("Q")
+        words = mapped.words
         assert words[1] == 77
         theirs.memory[8] = 78
         assert words[1] == 78

@@ -5,8 +5,10 @@ that process's help: one system call for up to 1,024 pieces, with no GIL held. I
 other process: the same user, and, where the Yama module restricts tracing to descendants, that the owner allows it
 (`permit_tracing`).
 
-A process id can be used again after its process has died, and then these calls would reach a stranger. So each call
-stands between two looks at the peer's pidfd: a process that still exists after the call had its id all the while.
+A process id can be used again after its process has died, and a process can become another program; then these calls
+would reach a stranger's memory. So a call counts only when the peer's life still goes on after it
+(`kvlink.transports.lives`), or, where that cannot be told, when its process exists after it; and nothing is written
+unless that was so before, too.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlink.errors import FeatureNotEnabledError, LinkLostError, TransportError
+from kvlink.transports.lives import Life
 
 MAX_PIECES: Final = 1024
 """IOV_MAX on Linux: more in one call are refused."""
@@ -78,15 +81,17 @@ class ForeignMemory:
         pidfd: a descriptor of the same process, which stays open longer than this object is used.
         address: where the region begins there.
         nbytes: its length.
+        life: that which the process led when it told of the region; stays open longer than this object is used.
     """
 
-    __slots__ = ("_pidfd", "_piece", "_piece_address", "address", "nbytes", "pid")
+    __slots__ = ("_life", "_pidfd", "_piece", "_piece_address", "address", "nbytes", "pid")
 
-    def __init__(self, pid: int, pidfd: int, address: int, nbytes: int) -> None:
+    def __init__(self, pid: int, pidfd: int, address: int, nbytes: int, life: Life | None = None) -> None:
         self.pid = pid
         self.address = address
         self.nbytes = nbytes
         self._pidfd = pidfd
+        self._life = life
         self._piece: Vectors | None = None  # a link remembers every region that its peer has ever registered
         self._piece_address = 0
 
@@ -121,10 +126,11 @@ class ForeignMemory:
         """
         call = _WRITE if is_write else _READ
         expected = int(local[:, 1].sum())
+        if is_write:
+            self._check_alive(0)
         copied = call(self.pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
         number = ctypes.get_errno() if copied < 0 else 0
-        if not self._is_alive() or number == errno.ESRCH:
-            raise LinkLostError(f"process {self.pid} has ended", phase="transfer")
+        self._check_alive(number)
         if number in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise PermissionError(number, os.strerror(number))
         if copied != expected:
@@ -146,9 +152,17 @@ class ForeignMemory:
         piece[0, 0], piece[1, 0] = local, remote
         piece[:, 1] = nbytes
         call = _WRITE if is_write else _READ
+        if is_write and not self._is_alive():
+            return False
         return bool(call(self.pid, address, 1, address + 16, 1, 0) == nbytes) and self._is_alive()
 
+    def _check_alive(self, number: int) -> None:
+        if not self._is_alive() or number == errno.ESRCH:
+            raise LinkLostError(f"process {self.pid} has ended, or is another program now", phase="transfer")
+
     def _is_alive(self) -> bool:
+        if self._life is not None:
+            return self._life.goes_on(self.address)
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         return not poller.poll(0)

@@ -8,6 +8,7 @@ descriptor per region that has one. The kernel says who the peer is; the token s
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from collections.abc import Collection
@@ -22,6 +23,7 @@ from msgspec import Meta, Struct
 from kvlink.credentials import check_user, peer_of
 from kvlink.errors import ProtocolError
 from kvlink.loops import send_all, until_readable, until_writable
+from kvlink.transports.lives import Life
 
 TOKEN_NBYTES: Final = 32
 _LENGTH: Final = struct.Struct(">I")
@@ -111,6 +113,16 @@ class Channel:
         with suppress(OSError, AttributeError):
             return os.pidfd_open(self.peer()[0])
         return None
+
+    def open_peer_life(self) -> Life | None:
+        """Return the life of the peer's process from which this channel is; None where that may not be looked at."""
+        life = Life.open(self.peer()[0])
+        if life is not None:
+            poller = select.poll()
+            poller.register(self._socket, select.POLLRDHUP)
+            if poller.poll(0):  # the socket does not outlive an `exec`; so it may be the life after that one
+                life.close()
+        return life
 
     def peer(self) -> tuple[int, int]:
         """Return the process id and user id of the peer, as the kernel knows them in our namespaces."""

@@ -20,6 +20,7 @@ from kvlink.memory.stateregion import WORD_NBYTES, order_memory
 from kvlink.memory.strided import Copy, complete, copy_row, copy_rows, make_copy
 from kvlink.plan import Extent, ExtentFields, regions_of, total_nbytes
 from kvlink.transports.base import Capabilities, Endpoint
+from kvlink.transports.lives import Life
 from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors, permit_tracing
 from kvlink.transports.shm_channel import Channel, SharedRegion
@@ -75,6 +76,7 @@ class ShmEndpoint(Endpoint):
         self._is_closed = False
         self._served: anyio.Event | None = None
         self._pidfd = channel.open_peer_pidfd()
+        self._life: Life | None = None
 
     async def get(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None = None) -> None:
         self._check_open()
@@ -214,6 +216,8 @@ class ShmEndpoint(Endpoint):
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+        if self._life is not None:
+            self._life.close()
 
     def abort(self) -> None:
         if self._is_closed:
@@ -318,8 +322,10 @@ class ShmEndpoint(Endpoint):
                 self._check_bounds(region)
                 if not region.has_descriptor:
                     if self._pidfd is not None:
-                        pid = self._channel.peer()[0]
-                        self._foreign[region.number] = ForeignMemory(pid, self._pidfd, region.address, region.nbytes)
+                        self._life = self._life or self._channel.open_peer_life()
+                        self._foreign[region.number] = ForeignMemory(
+                            self._channel.peer()[0], self._pidfd, region.address, region.nbytes, self._life
+                        )
                     continue
                 fd = remaining.popleft()
                 segment = Segment.attach(fd, region.nbytes, is_writable=region.is_writable)

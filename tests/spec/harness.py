@@ -232,13 +232,6 @@ class SpecActor(support_actor.Actor):
         desc = kv.CacheDesc(num_tensors, shape, "uint8")
         return self._keep(self._cluster.kv_cache_manager.allocate_cache(desc, bound), True)
 
-    def register_blocks(self, num_tensors: int, shape: list[int], model_id: int) -> int:
-        """Register filled memory of the process's own as a keyed paged cache; return its handle."""
-        desc = kv.CacheDesc(num_tensors, shape, "uint8")
-        buffers = [bytearray(desc.tensor_nbytes) for _ in range(num_tensors)]
-        key = kv.BlocksCacheKey(P, model_id)
-        return self._keep(self._cluster.kv_cache_manager.register_blocks_cache(desc, buffers, key), True)
-
     def remove_prefix(self, prefix: int) -> None:
         """Release a prefix key."""
         self._cluster.kv_cache_manager.remove_cache_key(kv.CacheKey(P, kv.ABSENT, prefix_id=prefix))

@@ -72,6 +72,13 @@ class Actor:
         desc = kv.CacheDesc(num_tensors, shape, data_type)
         return self._keep(self._cluster.kv_cache_manager.allocate_cache(desc, keys), is_filled)
 
+    def register_blocks(self, num_tensors: int, shape: list[int], model_id: int) -> int:
+        """Register filled memory of the process's own as a keyed paged cache; return its handle."""
+        desc = kv.CacheDesc(num_tensors, shape, "uint8")
+        buffers = [bytearray(desc.tensor_nbytes) for _ in range(num_tensors)]
+        key = kv.BlocksCacheKey(self._cluster.cluster_id, model_id)
+        return self._keep(self._cluster.kv_cache_manager.register_blocks_cache(desc, buffers, key), True)
+
     def cache_id(self, cache: int) -> int:
         """Return the id under which peers know a cache."""
         return self._caches[cache].cache_id
@@ -93,6 +100,10 @@ class Actor:
     def remove_key(self, request: int) -> None:
         """Release a request key."""
         self._cluster.kv_cache_manager.remove_cache_key(kv.CacheKey(self._cluster.cluster_id, request))
+
+    def become(self, program: str, arguments: list[str]) -> None:
+        """Go on as another program, in Python, without a word to anybody."""
+        os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
 
     def block_loop(self, seconds: float) -> None:
         """Hold the event loop."""

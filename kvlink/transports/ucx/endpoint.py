@@ -27,7 +27,6 @@ from kvlink.errors import (
     TransportError,
 )
 from kvlink.loops import until_set
-from kvlink.memory.pool import Segment
 from kvlink.memory.regions import STATE
 from kvlink.memory.stateregion import WORD_NBYTES, order_memory
 from kvlink.memory.strided import complete
@@ -38,7 +37,8 @@ from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.asking import Part, RemoteRegion, transfer_of
 from kvlink.transports.ucx.cards import unpack_key
 from kvlink.transports.ucx.connection import WorkerEndpoint
-from kvlink.transports.ucx.lanes import judge, no_way
+from kvlink.transports.ucx.lanes import judge, no_way, only_tcp
+from kvlink.transports.ucx.mapped import MappedState
 from kvlink.transports.ucx.pieces import cut_pieces
 from kvlink.transports.ucx.registry import GONE, Registered
 from kvlink.transports.ucx.requests import ROW, Group, Transfer
@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_REGIONS, _CLOSE_S = 2**20, 5.0
 _NO_WORDS: Final = memoryview(b"").cast("Q")
+_ENDED: Final = "the peer's process has ended, or is another program now; link again"
 
 
 class UcxEndpoint(Endpoint):
@@ -72,7 +73,7 @@ class UcxEndpoint(Endpoint):
         connection: WorkerEndpoint,
         card: bytes,
         pidfd: int | None,
-        state: Segment | None = None,
+        state: MappedState | None = None,
     ) -> None:
         self.card = card
         self.settings = services.worker.context.applied
@@ -83,6 +84,7 @@ class UcxEndpoint(Endpoint):
         self._pidfd = pidfd
         self._state = state
         self._words = _NO_WORDS
+        self._has_moved = False  # bytes, since the last look at the peer's life
         self._remote: dict[int, RemoteRegion] = {}
         self._refused: dict[int, str] = {}
         self._announced: set[int] = set()
@@ -109,6 +111,8 @@ class UcxEndpoint(Endpoint):
     def peek_word(self, word: int) -> int | None:
         mapped = self._words
         if word < len(mapped):
+            if self._has_moved and not self._goes_on():
+                return None
             order_memory()
             return mapped[word]
         remote = self._remote.get(STATE)
@@ -133,6 +137,7 @@ class UcxEndpoint(Endpoint):
 
     async def load_word(self, word: int) -> int:
         if word < len(self._words):
+            self._check_life()
             order_memory()
             return self._words[word]
         async with self._loads:
@@ -146,16 +151,8 @@ class UcxEndpoint(Endpoint):
             words.give_back(place)
             raise LinkLostError("the link has ended; link again", phase="settle")
         try:
-            transfer = Transfer(
-                self._connection,
-                is_put=False,
-                local=[words.address_of(place)],
-                nbytes=[WORD_NBYTES],
-                remote=[remote.address + word * WORD_NBYTES],
-                groups=[Group(1, words.registered.memh, remote.rkey)],
-                keep=words,
-            )
-            await self._run(transfer, WORD_NBYTES, phase="settle")
+            load = words.load(self._connection, place, remote.address + word * WORD_NBYTES, remote.rkey)
+            await self._run(load, WORD_NBYTES, phase="settle")
             return words.value(place)
         finally:
             words.give_back(place)
@@ -252,6 +249,8 @@ class UcxEndpoint(Endpoint):
         if low < 0 or peer_low < 0 or high > ours.nbytes or peer_high > theirs.nbytes:
             raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
         local, remote = ours.address + offset, theirs.address + peer_offset
+        if is_put and not self._goes_on():
+            return False
         if num_rows == 1:
             status = self._worker.move_now(self._connection, is_put, local, nbytes, remote, ours.memh, theirs.rkey)
         else:
@@ -267,6 +266,7 @@ class UcxEndpoint(Endpoint):
             status = transfer.status if self._worker.finish_now(transfer) else None
         if status is not None and status != ucp.OK:
             self._give_up(status)
+        self._has_moved = True
         return status == ucp.OK
 
     async def _move(self, extents: Sequence[Extent], nbytes: int, done: list[int] | None, *, is_put: bool) -> None:
@@ -283,6 +283,8 @@ class UcxEndpoint(Endpoint):
         if not parts:
             return
         transfer = transfer_of(self._connection, parts, is_put=is_put)
+        if is_put:
+            self._check_life()
         try:
             await self._run(transfer, nbytes, phase="transfer")
         except BaseException:
@@ -316,6 +318,7 @@ class UcxEndpoint(Endpoint):
             error = LinkLostError(self._describe(transfer.status), phase=phase)
             self._give_up(transfer.status)
             raise error
+        self._has_moved = True
 
     def _give_up_to_be_quiet(self) -> None:
         self._lost(
@@ -357,15 +360,7 @@ class UcxEndpoint(Endpoint):
     def _wire_up(self, state: RemoteRegion) -> None:
         """Read one word, so that nothing later needs the peer's help."""
         words = self._services.words
-        transfer = Transfer(
-            self._connection,
-            is_put=False,
-            local=[words.address_of(words.nowhere)],
-            nbytes=[WORD_NBYTES],
-            remote=[state.address],
-            groups=[Group(1, words.registered.memh, state.rkey)],
-            keep=words,
-        )
+        transfer = words.load(self._connection, words.nowhere, state.address, state.rkey)
         transfer.finish = partial(self._wired, transfer)
         with suppress(ClosedError):  # then the link has been told, or the cluster is closing
             self._worker.submit(transfer)
@@ -387,12 +382,7 @@ class UcxEndpoint(Endpoint):
         self.lanes = lanes
         service = judge(lanes)
         if service.is_tcp and not self._services.config.allow_tcp:
-            self._lost(
-                FeatureNotEnabledError(
-                    f"UCX serves this link over {', '.join(lanes)}, where get and put are imitated, and a peer's death "
-                    "can take this process down; use RDMA or shared memory, or set UcxConfig.allow_tcp"
-                )
-            )
+            self._lost(only_tcp(lanes))
             return
         # Closing our endpoint fences no lane for certain, so `is_fenced_by_close` stays false. CMA and posix write with
         # no part of ours; DC has one target for all peers; TCP may keep a closed endpoint for receiving; and RC, whose
@@ -407,7 +397,7 @@ class UcxEndpoint(Endpoint):
         if self._is_copying and self.immediate_nbytes < 0:
             self.immediate_nbytes, self.has_immediate_words = self._services.inline_nbytes, True
         if self._state is not None and self.capabilities.is_same_host:
-            self._words, self.has_immediate_words = self._state.memory.data.cast("Q"), True
+            self._words, self.has_immediate_words = self._state.words, True
         else:
             self._unmap_state()
         self._is_wired = True
@@ -415,14 +405,9 @@ class UcxEndpoint(Endpoint):
 
     def _announce(self, number: int, registered: Registered | None, reason: str) -> None:
         """Tell the peer of a region of ours that was registered, or could not be."""
-        if self._post is None:
-            return
-        if registered is None:
-            self._post(Share(region=number, nbytes=0, address=0, key=b"", reason=reason[:1000]))
-        else:
-            region, nbytes, address, key = number, registered.nbytes, registered.address, registered.key
-            is_on_device = registered.is_on_device
-            self._post(Share(region=region, nbytes=nbytes, address=address, key=key, is_on_device=is_on_device))
+        if self._post is not None:
+            refusal = Share(region=number, nbytes=0, address=0, key=b"", reason=reason[:1000])
+            self._post(refusal if registered is None else registered.share(number))
 
     def _on_failed(self) -> None:
         self._give_up(self._connection.failure)
@@ -430,6 +415,19 @@ class UcxEndpoint(Endpoint):
     def _give_up(self, status: int) -> None:
         """What UCX has failed to do once over an endpoint it will not do again."""
         self._lost(LinkLostError(f"{self._describe(status)}; link again", phase="transfer"))
+
+    def _goes_on(self) -> bool:
+        """Whether the peer's memory is still that of the process that we have linked to; ends the link where not."""
+        state, mapped = self._state, self._remote.get(STATE)
+        if state is None or mapped is None or state.goes_on(mapped.address):
+            self._has_moved = False
+            return True
+        self._lost(LinkLostError(_ENDED))
+        return False
+
+    def _check_life(self) -> None:
+        if not self._goes_on():
+            raise LinkLostError(_ENDED, phase="transfer")
 
     def _lost(self, error: KVLinkError) -> None:
         lose = self._lose

@@ -55,3 +55,11 @@ def no_way(names: tuple[str, ...]) -> FeatureNotEnabledError:
         "host need cuda_ipc, anything else with a device needs RDMA with GPUDirect (see `nvidia-smi topo -m`, and "
         "nvidia_peermem)"
     )
+
+
+def only_tcp(names: tuple[str, ...]) -> FeatureNotEnabledError:
+    """Return the error of a link whose lanes imitate, without leave (`UcxConfig.allow_tcp`)."""
+    return FeatureNotEnabledError(
+        f"UCX serves this link over {', '.join(names)}, where get and put are imitated, and a peer's death can take "
+        "this process down; use RDMA or shared memory, or set UcxConfig.allow_tcp"
+    )

@@ -4,9 +4,13 @@ The region is a memfd in any case, and whoever may copy from a process (which is
 descriptors, so the peer says its number and inode in its card and takes no part in it. Where it cannot be opened, and
 between hosts, words are got by UCX.
 
+A word that is got comes from the memory that the bytes came from. A mapped one stays what it was when its owner ends,
+and what UCX copies by a process id may be another process's by then. So a word that is mapped counts only together
+with a look at the owner's life (`kvlink.transports.lives`) between the bytes and the word.
+
     Decision: map the words of a peer on the same host, although UCX could get them.
     Because: a small pull looks at the word before and after its bytes; got by UCX each look costs as much as the bytes
-    do, 5 us of 20 (bench S1_4K). Over cuda_ipc, which is what UCX is there for on one host, it would be far more.
+        do, 5 us of 20 (bench S1_4K). Over cuda_ipc, which is what UCX is there for on one host, it would be far more.
     Instead of: only the look after the bytes, which is enough for the answer to be right, but not for refusing a
     stale key before a byte of the caller's memory has changed.
 """
@@ -19,7 +23,34 @@ from contextlib import suppress
 
 from kvlink.errors import KVLinkError
 from kvlink.memory.pool import Segment
+from kvlink.transports.lives import Life
 from kvlink.transports.ucx.cards import Host, StateFile
+
+
+class MappedState:
+    """The state region of a process of this host.
+
+    Args:
+        segment, life: of that process; owned from now on.
+
+    Attributes:
+        words: what it holds, read-only.
+    """
+
+    def __init__(self, segment: Segment, life: Life) -> None:
+        self.words = segment.memory.data.cast("Q")
+        self._segment = segment
+        self._life = life
+
+    def goes_on(self, address: int) -> bool:
+        """Whether its owner has memory at all; see `Life.goes_on`."""
+        return self._life.goes_on(address)
+
+    def close(self) -> None:
+        """Unmap it. Idempotent."""
+        self.words = memoryview(b"").cast("Q")
+        self._segment.close()
+        self._life.close()
 
 
 def state_file_of(segment: Segment) -> StateFile:
@@ -27,13 +58,29 @@ def state_file_of(segment: Segment) -> StateFile:
     return StateFile(segment.fd, os.fstat(segment.fd).st_ino, segment.nbytes)
 
 
-def map_state(host: Host, file: StateFile) -> Segment | None:
+def map_state(host: Host, file: StateFile) -> MappedState | None:
     """Return the state region of a process of this host, mapped for reading; None where that cannot be."""
+    life = Life.open(host.pid)
+    if life is None:
+        return None
+    # Opened after its memory: the descriptor does not outlive an `exec`, so whose it is, that memory is.
+    segment = _map(host, file)
+    if segment is None:
+        life.close()
+        return None
+    return MappedState(segment, life)
+
+
+def _map(host: Host, file: StateFile) -> Segment | None:
+    place = f"/proc/{host.pid}/fd/{file.fd}"
     fd = -1
     with suppress(OSError, KVLinkError):
-        fd = os.open(f"/proc/{host.pid}/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        # Looked at before it is opened: its owner may have closed it since, and the number may be a device's by now,
+        # or a file's of a network, which to open is to do something.
+        if not os.readlink(place).startswith("/memfd:"):
+            return None
+        fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         found = os.fstat(fd)
-        # Its owner may have closed it since, and the number may be something else's by now.
         if stat.S_ISREG(found.st_mode) and found.st_ino == file.inode and host.is_running():
             taken, fd = fd, -1
             return Segment.attach(taken, file.nbytes)

@@ -20,6 +20,7 @@ from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.cards import pack_key
 from kvlink.transports.ucx.turns import call
 from kvlink.transports.ucx.worker import Worker
+from kvlink.wire import Share
 
 GONE: Final = "it is not there any more"
 """Why a region was not registered that its owner has given up meanwhile."""
@@ -52,6 +53,12 @@ class Registered:
     def is_on_device(self) -> bool:
         """Whether the processor cannot read or write it."""
         return self.memory_type != ucp.MEMORY_HOST
+
+    def share(self, number: int) -> Share:
+        """Return what a peer is told of it."""
+        return Share(
+            region=number, nbytes=self.nbytes, address=self.address, key=self.key, is_on_device=self.is_on_device
+        )
 
 
 class Registry:

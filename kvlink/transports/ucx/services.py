@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import numpy as np
@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from kvlink.memory.regions import LocalRegion
 from kvlink.memory.stateregion import WORD_NBYTES
+from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.registry import Registered, Registry
+from kvlink.transports.ucx.requests import Group, Transfer
 from kvlink.transports.ucx.worker import Worker
 from kvlink.ucxconfig import UcxConfig
 
@@ -64,6 +66,18 @@ class Words:
     def address_of(self, place: int) -> int:
         """Return where a place is."""
         return self.registered.address + place * WORD_NBYTES
+
+    def load(self, connection: WorkerEndpoint, place: int, address: int, rkey: Any) -> Transfer:
+        """Return the transfer that loads the peer's word at `address` into a place."""
+        return Transfer(
+            connection,
+            is_put=False,
+            local=[self.address_of(place)],
+            nbytes=[WORD_NBYTES],
+            remote=[address],
+            groups=[Group(1, self.registered.memh, rkey)],
+            keep=self,
+        )
 
     def value(self, place: int) -> int:
         """Return what was loaded into a place."""
