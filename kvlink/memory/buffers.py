@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlink.errors import FeatureNotEnabledError, ParameterError, ParameterTypeError
+from kvlink.errors import FeatureNotEnabledError, KVLinkError, ParameterError, ParameterTypeError
 from kvlink.memory.pool import Bytes
 
 
@@ -28,13 +28,15 @@ def as_bytes(name: str, buffer: object, nbytes: int) -> Bytes:
         nbytes: how many there must be.
 
     Raises:
-        ParameterTypeError: the object has no bytes that kvlink can find.
-        ParameterError: wrong length, not C-contiguous, or not writable.
+        ParameterTypeError: the object has no bytes that kvlink can find, or those of Python objects.
+        ParameterError: wrong length, not C-contiguous, not writable, or it raises something when it is asked.
         FeatureNotEnabledError: the bytes are in an accelerator's memory other than CUDA's.
     """
     array = _view(name, buffer)
     if not array.flags.c_contiguous:
         raise ParameterError(f"{name} is not C-contiguous; its strides are {array.strides}")
+    if array.dtype.hasobject:
+        raise ParameterTypeError(f"{name} holds Python objects, which only this process can use")
     if not array.flags.writeable:
         raise ParameterError(f"{name} is read-only; peers may be allowed to write into registered memory")
     if array.nbytes != nbytes:
@@ -42,6 +44,23 @@ def as_bytes(name: str, buffer: object, nbytes: int) -> Bytes:
     flat = array.reshape(-1).view(np.uint8)
     # A second export, of the view itself: numpy counts it as a reference and refuses `resize`.
     return np.frombuffer(flat.data, np.uint8)
+
+
+def buffer_of(buffer: Any) -> memoryview | None:
+    """Return what the buffer protocol gives of an object, None where there is none: an object need not promise it."""
+    try:
+        return memoryview(buffer)
+    except Exception:  # what an object raises when it is asked is its own affair
+        return None
+
+
+def says(buffer: object, name: str) -> bool:
+    """Whether an object has an attribute, and tells it: not `hasattr`, which lets all but one kind of error through."""
+    try:
+        getattr(buffer, name)
+    except Exception:
+        return False
+    return True
 
 
 def check_distinct(places: Sequence[tuple[int, int]]) -> None:
@@ -53,6 +72,17 @@ def check_distinct(places: Sequence[tuple[int, int]]) -> None:
 
 
 def _view(name: str, buffer: Any) -> np.ndarray[Any, Any]:
+    try:
+        return _find(name, buffer)
+    except KVLinkError:
+        raise
+    except Exception as exc:  # what an object raises when it is asked is its own affair
+        raise ParameterError(
+            f"{name} does not give its bytes away: {type(exc).__name__}: {exc}; register a view of bytes"
+        ) from exc
+
+
+def _find(name: str, buffer: Any) -> np.ndarray[Any, Any]:
     if isinstance(buffer, np.ndarray):
         return buffer
     torch = sys.modules.get("torch")
@@ -65,13 +95,12 @@ def _view(name: str, buffer: Any) -> np.ndarray[Any, Any]:
             raise ParameterError(f"{name} is not C-contiguous; its strides are {tuple(buffer.stride())}")
         # `numpy()` also makes torch refuse to resize the storage; the detour over bytes carries every data type.
         return np.asarray(buffer.detach().reshape(-1).view(torch.uint8).numpy())
-    try:
-        return np.asarray(memoryview(buffer))
-    except (TypeError, ValueError):
-        pass
-    if hasattr(buffer, "__array_interface__"):
+    view = buffer_of(buffer)
+    if view is not None:
+        return np.asarray(view)
+    if says(buffer, "__array_interface__"):
         return np.asarray(buffer)
-    if hasattr(buffer, "__dlpack__"):
+    if says(buffer, "__dlpack__"):
         try:
             return np.from_dlpack(buffer)
         except (BufferError, TypeError, RuntimeError) as exc:

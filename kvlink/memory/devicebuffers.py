@@ -18,7 +18,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from kvlink.errors import ParameterError, shown
+from kvlink.errors import KVLinkError, ParameterError, shown
+from kvlink.memory.buffers import buffer_of, says
 from kvlink.memory.cuda import find_allocation
 
 _DLPACK_CUDA: Final = frozenset({2, 13})  # kDLCUDA, kDLCUDAManaged, of <dlpack/dlpack.h>
@@ -56,13 +57,21 @@ class _Said(NamedTuple):
 
 
 def is_in_cuda_memory(buffer: Any) -> bool:
-    """Whether an object says that its bytes are in CUDA memory."""
-    if isinstance(buffer, np.ndarray):
+    """Whether an object says that its bytes are in CUDA memory; never raises.
+
+    What has the buffer protocol is in host memory, whatever else it says.
+    """
+    if isinstance(buffer, (np.ndarray, bytearray)):
         return False
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(buffer, torch.Tensor):  # first: asking it for its interface may raise
-        return bool(buffer.device.type == "cuda")
-    return hasattr(buffer, "__cuda_array_interface__") or _dlpack_device(buffer) in _DLPACK_CUDA
+    try:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(buffer, torch.Tensor):  # first: asking it for its interface may raise
+            return bool(buffer.device.type == "cuda")
+        if buffer_of(buffer) is not None:
+            return False
+        return says(buffer, "__cuda_array_interface__") or int(buffer.__dlpack_device__()[0]) in _DLPACK_CUDA
+    except Exception:  # what an object raises when it is asked is its own affair
+        return False
 
 
 def as_device_bytes(name: str, buffer: Any, nbytes: int) -> DeviceBytes:
@@ -77,7 +86,12 @@ def as_device_bytes(name: str, buffer: Any, nbytes: int) -> DeviceBytes:
             mapped together from several allocations.
         FeatureNotEnabledError: see `find_allocation`.
     """
-    said = _ask(name, buffer)
+    try:
+        said = _ask(name, buffer)
+    except KVLinkError:
+        raise
+    except Exception as exc:  # what an object raises when it is asked is its own affair
+        raise ParameterError(f"{name} does not say where its bytes are: {type(exc).__name__}: {exc}") from exc
     if not said.is_contiguous:
         raise ParameterError(f"{name} is not C-contiguous")
     if said.is_read_only:
@@ -109,7 +123,7 @@ def _ask(name: str, buffer: Any) -> _Said:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
         return _ask_torch(name, buffer, torch)
-    if hasattr(buffer, "__cuda_array_interface__"):
+    if says(buffer, "__cuda_array_interface__"):
         return _ask_interface(name, buffer)
     return _ask_dlpack(name, buffer)
 
@@ -150,17 +164,6 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: i
             return False
         expected *= length
     return True
-
-
-def _dlpack_device(buffer: Any) -> int:
-    """Return the kind of device that DLPack names, 0 where there is none."""
-    ask = getattr(buffer, "__dlpack_device__", None)
-    if ask is None:
-        return 0
-    try:
-        return int(ask()[0])
-    except (BufferError, TypeError, ValueError, RuntimeError):
-        return 0
 
 
 class _Tensor(ctypes.Structure):
