@@ -332,24 +332,27 @@ class Cluster(LinkCalls):
         """Say that the process of a lost peer has ended for certain; what it could still write into is free at once.
 
         For peers of other hosts, whose death kvlink cannot see for itself: whoever runs them (the orchestrator, after
-        its container is gone; the operator, after its host is off) knows. A peer of this host, or one that links again,
-        needs none of this. Said of a process that lives, it lets that process write into another request's memory.
+        its container is gone; the operator, after its host is off) knows. A peer of this host, or the same process when
+        it links again, needs none of this; a restarted one does, for the life before. Said of a process that lives, it
+        lets that process write into another request's memory.
 
         Args:
-            cluster: its id, or the `ClusterInfo` that it was linked with; all lost lives of that cluster are meant.
+            cluster: its id, or the `ClusterInfo` that it was linked with; all lost lives of that cluster are meant, and
+                never the one that is linked.
 
         Returns:
             How many write leases have ended, of those that `PoolUsage.quarantined` counts; 0 when there was nothing.
 
         Raises:
-            LinkExistsError: it is linked, so it lives.
+            LinkExistsError: it is linked, so it lives, and no earlier life of it is waited for.
         """
         links = self._open_links()
         peer = peer_of(cluster)
-        if links.get(peer) is not None:
-            raise LinkExistsError(f"cluster {peer} is linked, so it lives; unlink it first", peer=peer)
         assert self._server is not None
-        return self._server.release(peer)
+        num_ended = self._server.release(peer)
+        if not num_ended and links.get(peer) is not None:
+            raise LinkExistsError(f"cluster {peer} is linked, so it lives; unlink it first", peer=peer)
+        return num_ended
 
     def _open_links(self) -> LinkTable:
         self._check_open()

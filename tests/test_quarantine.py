@@ -131,6 +131,24 @@ async def test_where_death_cannot_be_seen_closing_our_end_must_be_proof_or_nothi
                 assert here.confirm_death(2) == 0
 
 
+async def test_a_restarted_peer_does_not_hide_that_its_earlier_life_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new process is linked already, perhaps by itself: what the one before may write into can still be freed."""
+    monkeypatch.setattr(ShmEndpoint, "watch_death", lambda self: PidfdWatch(None))
+    monkeypatch.setattr(ShmEndpoint, "capabilities", Capabilities(is_one_sided=True, is_same_host=False))
+    async with written_into() as (here, writer, cache):
+        writer.kill()
+        async with spawn_peer(2, "MIX", pool="6MiB", life=2) as restarted:
+            assert await restarted.call("link", clusters=[(1, here.address)]) == ["LLM_SUCCESS"]
+            handle = await restarted.call("allocate_blocks", num_tensors=4, shape=[256, 4096])
+            await restarted.call("push_by_id", peer=1, cache_id=cache.cache_id, cache=handle, blocks=[0])
+            assert not cache.is_quiet()
+            assert here.confirm_death(2) == 1
+            assert cache.is_quiet()
+            assert inside.num_write_leases(here) == 1  # of the one that lives
+            with pytest.raises(kv.LinkExistsError):
+                here.confirm_death(2)
+
+
 async def test_a_peer_that_is_linked_is_not_dead() -> None:
     """Whoever says so is told, and what it may write into stays its own."""
     async with mix(1) as here, mix(2) as there:
