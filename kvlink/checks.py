@@ -80,7 +80,8 @@ def few_blocks(blocks: Blocks, most: int = FEW_BLOCKS) -> Sequence[int] | None:
 def check_block_array(name: str, blocks: Blocks, num_blocks: int, *, is_unique: bool = False) -> BlockArray:
     """Return a copy of block numbers, shape (n,); checks and raises as `check_blocks`, without a loop over blocks."""
     numbers: BlockArray
-    if isinstance(blocks, np.ndarray) and blocks.ndim == 1 and blocks.dtype.kind in "iu":
+    is_masked = hasattr(blocks, "mask")  # what is masked out is no number
+    if isinstance(blocks, np.ndarray) and blocks.ndim == 1 and blocks.dtype.kind in "iu" and not is_masked:
         numbers = blocks.astype(np.int64)  # of uint64 what is too large becomes negative, and is refused below
     elif isinstance(blocks, (list, tuple, range)) and set(map(type, blocks)) <= _INT:
         try:

@@ -176,6 +176,7 @@ def test_blocks_are_good_exactly_when_all_of_them_are(blocks: list[Any], is_uniq
         st.lists(st.integers(0, 9), max_size=6).map(lambda numbers: np.array(numbers, np.uint8)),
         st.lists(st.integers(0, 9), max_size=6).map(lambda numbers: np.array(numbers, np.uint64)),
         st.lists(st.integers(-2, 9), max_size=6).map(lambda numbers: np.array(numbers, np.int32)),
+        st.sampled_from([np.ma.masked_array([1, 2], [False, True]), np.ma.masked_array([1, 2])]),
         st.sampled_from([np.array([2**64 - 1], np.uint64), np.array([1.0]), np.array([[1]]), range(5), range(-1, 3)]),
     ),
     st.booleans(),

@@ -168,7 +168,10 @@ class Registry:
         return Registered(region, address, nbytes, handle[0], memh, pack_key(key), memory_type)
 
     def unmap(self, registered: Registered) -> None:
-        """In a turn: undo `map`; nothing of ours is in flight with it any more."""
+        """In a turn: undo `map`; nothing is in flight with it any more. Where UCX was given up it stays as it is."""
+        if not self._worker.is_quiet:
+            self._dropped.append(registered)
+            return
         context = self._worker.context
         context.library.api.ucp_mem_unmap(context.handle, registered.handle)
 

@@ -74,6 +74,11 @@ class Worker(Turns):
         self._calls: list[Callable[[], None]] = []
         self._ended = anyio.Event()
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all that was in flight will end, or has; else UCX was given up, and may move bytes at any time."""
+        return self._is_quiet
+
     def start(self, call_soon: CallSoon, *, has_thread: bool) -> None:
         """Begin to turn.
 
