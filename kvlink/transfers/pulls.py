@@ -183,7 +183,7 @@ class Puller:
                 pieces = join_blocks(destination, source, geometry.slot_nbytes)
                 num_extents = await get_by_detour(link, target_of(key), found, local, theirs, pieces, nbytes, left_s)
             else:
-                extents = await plan(local, remote, destination, source, geometry.slot_nbytes)
+                extents = await plan(local, remote, destination, source, geometry.slot_nbytes, timeout_s=left_s)
                 num_extents = len(extents)
                 left_s = timeout_s - (perf_counter() - started)
                 await get_checked(link, found, extents, nbytes, timeout_s=left_s)

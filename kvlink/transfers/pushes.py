@@ -141,7 +141,8 @@ class Pusher:
                 pieces = [Piece(ours_at, theirs_at, length) for theirs_at, ours_at, length in joined]
                 num_extents = await self._detour(link, target, grant, local, theirs, pieces, nbytes, left_s)
             else:
-                extents = await plan(local, remote, source, destination, geometry.slot_nbytes, is_push=True)
+                nbytes_each = geometry.slot_nbytes
+                extents = await plan(local, remote, source, destination, nbytes_each, timeout_s=left_s, is_push=True)
                 num_extents, left_s = len(extents), timeout_s - (perf_counter() - started)
                 await put_checked(link, grant, extents, nbytes, timeout_s=left_s)
         except BaseException as exc:
