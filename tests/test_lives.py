@@ -102,8 +102,9 @@ def test_a_life_goes_on_until_its_end(end: str) -> None:
         life = Life.open(child.pid)
         assert life is not None
         try:
-            assert life.goes_on(0)
-            assert life.goes_on(2**64 - 1)
+            assert life.goes_on()
+            life.place = 2**64 - 1
+            assert life.goes_on()
             if end == "exec":
                 child.stdin.write(b"\n")
                 child.stdin.flush()
@@ -112,7 +113,7 @@ def test_a_life_goes_on_until_its_end(end: str) -> None:
             else:
                 child.kill()
                 child.wait()
-            assert not life.goes_on(0)
+            assert not life.goes_on()
         finally:
             life.close()
             child.kill()
@@ -124,7 +125,8 @@ def test_our_own_life() -> None:
     life = Life.open(os.getpid())
     assert life is not None
     byte = ctypes.c_char(b"x")
-    assert life.goes_on(ctypes.addressof(byte))
+    life.place = ctypes.addressof(byte)
+    assert life.goes_on()
     life.close()
     life.close()
-    assert not life.goes_on(ctypes.addressof(byte))
+    assert not life.goes_on()

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Final
-
-_LAST: Final = 2**63 - 4096
+from os import pread
 
 
 class Life:
@@ -26,10 +24,16 @@ class Life:
 
     Args:
         fd: of its ``/proc/PID/mem``, owned from now on.
+
+    Attributes:
+        place: any address; one where it has memory is looked at in 1.4 us, another one in 3.
     """
+
+    __slots__ = ("_fd", "place")
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self.place = 0
 
     @classmethod
     def open(cls, pid: int) -> Life | None:
@@ -42,16 +46,15 @@ class Life:
         except OSError:
             return None
 
-    def goes_on(self, address: int) -> bool:
-        """Whether it has not ended yet.
-
-        Args:
-            address: any; one where it has memory is looked at in 1.4 us, another one in 3.
-        """
+    def goes_on(self) -> bool:
+        """Whether it has not ended yet."""
         try:
-            return bool(os.pread(self._fd, 1, min(address, _LAST)))
+            return pread(self._fd, 1, self.place) != b""
         except OSError as exc:
             return exc.errno == errno.EIO
+        except OverflowError:  # nothing is that far up, whatever a peer says
+            self.place = 0
+            return self.goes_on()
 
     def close(self) -> None:
         """Give the descriptor up; it has ended for us. Idempotent."""

@@ -162,7 +162,7 @@ class ForeignMemory:
 
     def _is_alive(self) -> bool:
         if self._life is not None:
-            return self._life.goes_on(self.address)
+            return self._life.goes_on()
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         return not poller.poll(0)

@@ -114,10 +114,15 @@ class Channel:
             return os.pidfd_open(self.peer()[0])
         return None
 
-    def open_peer_life(self) -> Life | None:
-        """Return the life of the peer's process from which this channel is; None where that may not be looked at."""
+    def open_peer_life(self, place: int) -> Life | None:
+        """Return the life of the peer's process from which this channel is; None where that may not be looked at.
+
+        Args:
+            place: where it has memory.
+        """
         life = Life.open(self.peer()[0])
         if life is not None:
+            life.place = place
             poller = select.poll()
             poller.register(self._socket, select.POLLRDHUP)
             if poller.poll(0):  # the socket does not outlive an `exec`; so it may be the life after that one

@@ -322,7 +322,7 @@ class ShmEndpoint(Endpoint):
                 self._check_bounds(region)
                 if not region.has_descriptor:
                     if self._pidfd is not None:
-                        self._life = self._life or self._channel.open_peer_life()
+                        self._life = self._life or self._channel.open_peer_life(region.address)
                         self._foreign[region.number] = ForeignMemory(
                             self._channel.peer()[0], self._pidfd, region.address, region.nbytes, self._life
                         )

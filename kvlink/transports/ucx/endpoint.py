@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
+from time import perf_counter
 from typing import Final
 
 import anyio
@@ -32,6 +33,7 @@ from kvlink.memory.stateregion import WORD_NBYTES, order_memory
 from kvlink.memory.strided import complete
 from kvlink.plan import Extent, ExtentFields
 from kvlink.transports.base import Capabilities, Endpoint
+from kvlink.transports.lives import Life
 from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.asking import Part, RemoteRegion, transfer_of
@@ -49,6 +51,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_REGIONS, _CLOSE_S = 2**20, 5.0
 _NO_WORDS: Final = memoryview(b"").cast("Q")
+_FRESH_S: Final = 0.0001
+"""So soon after a look a peer's process may have ended, and is not yet another program with memory in that place."""
 _ENDED: Final = "the peer's process has ended, or is another program now; link again"
 
 
@@ -84,7 +88,9 @@ class UcxEndpoint(Endpoint):
         self._pidfd = pidfd
         self._state = state
         self._words = _NO_WORDS
-        self._has_moved = False  # bytes, since the last look at the peer's life
+        self._life: Life | None = None
+        self._has_moved = False  # bytes, since the last look at the peer's life, which was then
+        self._seen_at = 0.0
         self._remote: dict[int, RemoteRegion] = {}
         self._refused: dict[int, str] = {}
         self._announced: set[int] = set()
@@ -229,7 +235,7 @@ class UcxEndpoint(Endpoint):
             self._closed.set()
 
     def _unmap_state(self) -> None:
-        self._words = _NO_WORDS
+        self._words, self._life = _NO_WORDS, None
         if self._state is not None:
             self._state.close()
             self._state = None
@@ -249,7 +255,7 @@ class UcxEndpoint(Endpoint):
         if low < 0 or peer_low < 0 or high > ours.nbytes or peer_high > theirs.nbytes:
             raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
         local, remote = ours.address + offset, theirs.address + peer_offset
-        if is_put and not self._goes_on():
+        if is_put and perf_counter() - self._seen_at > _FRESH_S and not self._goes_on():
             return False
         if num_rows == 1:
             status = self._worker.move_now(self._connection, is_put, local, nbytes, remote, ours.memh, theirs.rkey)
@@ -384,10 +390,6 @@ class UcxEndpoint(Endpoint):
         if service.is_tcp and not self._services.config.allow_tcp:
             self._lost(only_tcp(lanes))
             return
-        # Closing our endpoint fences no lane for certain, so `is_fenced_by_close` stays false. CMA and posix write with
-        # no part of ours; DC has one target for all peers; TCP may keep a closed endpoint for receiving; and RC, whose
-        # queue pair refuses writes once it is in error, gets there in some later turn, and may be connected to an
-        # endpoint that UCX made by itself because the two sides counted their connections differently.
         self.capabilities = Capabilities(
             is_one_sided=self._services.is_one_sided and service.is_one_sided,
             is_same_host=self._pidfd is not None and service.is_local,
@@ -397,7 +399,8 @@ class UcxEndpoint(Endpoint):
         if self._is_copying and self.immediate_nbytes < 0:
             self.immediate_nbytes, self.has_immediate_words = self._services.inline_nbytes, True
         if self._state is not None and self.capabilities.is_same_host:
-            self._words, self.has_immediate_words = self._state.words, True
+            self._words, self._life, self.has_immediate_words = self._state.words, self._state.life, True
+            self._life.place = self._remote[STATE].address
         else:
             self._unmap_state()
         self._is_wired = True
@@ -418,9 +421,8 @@ class UcxEndpoint(Endpoint):
 
     def _goes_on(self) -> bool:
         """Whether the peer's memory is still that of the process that we have linked to; ends the link where not."""
-        state, mapped = self._state, self._remote.get(STATE)
-        if state is None or mapped is None or state.goes_on(mapped.address):
-            self._has_moved = False
+        if self._life is None or self._life.goes_on():
+            self._has_moved, self._seen_at = False, perf_counter()
             return True
         self._lost(LinkLostError(_ENDED))
         return False

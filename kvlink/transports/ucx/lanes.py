@@ -4,6 +4,11 @@ What moves bytes of the host decides: a lane of CUDA moves between devices only.
 host have ``posix``, ``cma`` and ``cuda_ipc``, two hosts ``rc_mlx5`` or the like, over which a network device reaches a
 device's memory itself (GPUDirect) or not; ``cuda_copy`` and ``gdr_copy`` serve UCX inside of one process. Which of them
 serves a given pair of memories UCX finds out for each transfer, and says so where none does.
+
+Closing our endpoint fences no lane for certain, so `Capabilities.is_fenced_by_close` stays false. CMA and posix write
+with no part of ours; DC has one target for all peers; TCP may keep a closed endpoint for receiving; and RC, whose queue
+pair refuses writes once it is in error, gets there in some later turn, and may be connected to an endpoint that UCX
+made by itself because the two sides counted their connections differently.
 """
 
 from __future__ import annotations

@@ -35,22 +35,19 @@ class MappedState:
 
     Attributes:
         words: what it holds, read-only.
+        life: to be looked at between bytes and words.
     """
 
     def __init__(self, segment: Segment, life: Life) -> None:
         self.words = segment.memory.data.cast("Q")
+        self.life = life
         self._segment = segment
-        self._life = life
-
-    def goes_on(self, address: int) -> bool:
-        """Whether its owner has memory at all; see `Life.goes_on`."""
-        return self._life.goes_on(address)
 
     def close(self) -> None:
         """Unmap it. Idempotent."""
         self.words = memoryview(b"").cast("Q")
         self._segment.close()
-        self._life.close()
+        self.life.close()
 
 
 def state_file_of(segment: Segment) -> StateFile:
