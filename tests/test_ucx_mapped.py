@@ -107,3 +107,27 @@ async def test_a_small_pull_is_one_request(is_mapped: bool, monkeypatch: pytest.
         with pytest.raises(kv.CacheNotFoundError):
             await p.pull([3], [4])
         assert num_moves == (0 if is_mapped else 1)
+
+
+def test_nothing_but_shared_memory_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To open a device or a file of a network is to do something; so what a peer names is looked at before."""
+    opened: list[str] = []
+    do_open = os.open
+
+    def note(path: str, *arguments: Any, **options: Any) -> int:
+        opened.append(path)
+        return do_open(path, *arguments, **options)
+
+    with segment() as theirs, ExitStack() as stack:
+        (tmp_path / "memfd:kvlink-state").write_bytes(bytes(8192))
+        fds = [do_open(path, os.O_RDWR) for path in ("/dev/null", tmp_path / "memfd:kvlink-state")]
+        for fd in fds:
+            stack.callback(os.close, fd)
+        monkeypatch.setattr(os, "open", note)
+        for fd in fds:
+            assert map_state(Host.own(), StateFile(fd, os.fstat(fd).st_ino, 8192)) is None
+        assert not [path for path in opened if "/fd/" in path]
+        mapped = map_state(Host.own(), state_file_of(theirs))
+        assert mapped is not None
+        mapped.close()
+        assert [path for path in opened if "/fd/" in path]
