@@ -15,6 +15,7 @@ import kvlink as kv
 from kvlink.memory.regions import FIRST_REGISTERED, POOL
 from kvlink.transports.lives import Life
 from tests.support.leaks import holdings
+from tests.support.loops import eventually
 from tests.support.pair import Pair, pair
 from tests.support.ucx import need_ucx
 
@@ -73,6 +74,7 @@ async def test_over_ucx_another_program_is_not_the_owner(is_small: bool, is_put:
         remote = p.link.endpoint._remote[POOL]  # type: ignore[attr-defined]  # of UCX
         become_another(p, remote.address, remote.nbytes)
         await move_and_fail(p, remote.address, is_small=is_small, is_put=is_put)
+        await eventually(lambda: not p.here.links, "the link's end")
         p.owner.kill()
 
 
@@ -87,6 +89,7 @@ async def test_over_shared_memory_another_program_is_not_the_owner(is_small: boo
         foreign = p.link.endpoint._foreign[FIRST_REGISTERED]  # type: ignore[attr-defined]  # of shared memory
         become_another(p, foreign.address, foreign.nbytes)
         await move_and_fail(p, foreign.address, is_small=is_small, is_put=is_put)
+        await eventually(lambda: not p.here.links, "the link's end")
         p.owner.kill()
 
 

@@ -415,11 +415,16 @@ class ShmEndpoint(Endpoint):
             chunk_nbytes = self._copier.chunk_nbytes
             vectors = join_vectors(cut_vectors(pieces, chunk_nbytes), chunk_nbytes)
             calls = (partial(foreign.copy, mine, theirs, is_write=is_write) for mine, theirs in vectors)
-            if nbytes <= self.immediate_nbytes:
-                for call in calls:
-                    call()
-            else:
-                await self._copier.run_calls(calls)
+            try:
+                if nbytes <= self.immediate_nbytes:
+                    for call in calls:
+                        call()
+                else:
+                    await self._copier.run_calls(calls)
+            except LinkLostError as exc:
+                if self._lose is not None:  # a child of the peer may keep its connections open
+                    self._lose(exc)
+                raise
 
     def _has(self, region: int, for_writing: bool) -> bool:
         foreign = self._foreign.get(region)

@@ -271,7 +271,12 @@ class Turns:
                 elif perf_counter() > until:
                     return False
         # Closing ends no copy by a device: its endpoint may be closed for long.
-        return all(self._slots.has_ended(row) for transfer in self._active for row in transfer.rows)
+        rows = [row for transfer in self._active for row in transfer.rows]
+        while not all(map(self._slots.has_ended, rows)):
+            self._progress(self._handle)
+            if perf_counter() > until:
+                return False
+        return True
 
 
 def call(function: Callable[[], None]) -> None:
