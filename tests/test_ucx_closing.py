@@ -15,9 +15,11 @@ import anyio
 import pytest
 
 import kvlink as kv
-from tests.support.loops import asyncio_and_trio, asyncio_and_uvloop, every_loop
+from tests.support.loops import asyncio_and_trio, asyncio_and_uvloop, eventually, every_loop
 from tests.support.pair import pair
 from tests.support.ucx import need_ucx
+
+SMALL = kv.CacheDesc(1, (4, 4096), "uint8")
 
 pytestmark = pytest.mark.ucx
 
@@ -209,7 +211,7 @@ async def test_closing_is_bounded_where_ucx_ends_nothing(
     from kvlink.transports.ucx import worker as module
 
     monkeypatch.setattr(module, "_JOIN_S", 0.3)
-    monkeypatch.setattr(module, "_given_up", [])
+    monkeypatch.setattr("kvlink.transports.ucx.turns._given_up", [])
     longest = 0.0
 
     async def watch() -> None:
@@ -237,6 +239,61 @@ async def test_closing_is_bounded_where_ucx_ends_nothing(
 
 
 @asyncio_and_trio
+@PROGRESS
+async def test_what_ucx_does_not_let_go_of_ends_and_its_memory_is_used_for_nothing_else(
+    progress: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A get that no closing ends: a typed error within seconds that says so, blocks that are never quiet and never
+    reused, another link over the same worker that goes on, and a cluster that can be closed.
+    """
+    need_ucx()
+    monkeypatch.setattr("kvlink.transports.ucx.turns.PATIENCE_S", 0.3)
+    given_up: list[Any] = []
+    monkeypatch.setattr("kvlink.transports.ucx.turns._given_up", given_up)
+    config = {"transports": ["ucx"], "inline_nbytes": 0, "ucx": {"progress": progress, "drain_s": 0.2}}
+    with anyio.fail_after(20):
+        async with (
+            kv.Cluster(
+                cluster_id=7, role=kv.Role.PROMPT, pool="1MiB", config=kv.ClusterConfig(transports=("ucx",))
+            ) as other,
+            pair(config=config, owner_config={"transports": ["ucx"]}, pool="4MiB") as p,
+        ):
+            await p.warm_up()
+            (await p.here.link_clusters([kv.ClusterInfo(7, other.address)])).raise_for_status()
+            theirs = other.kv_cache_manager.allocate_blocks_cache(SMALL, kv.BlocksCacheKey(7))
+            mine = p.manager.allocate_blocks_cache(SMALL)
+            ucx: Any = p.link.endpoint._worker  # type: ignore[attr-defined]
+            slots, has_ended, held = ucx._slots, ucx._slots.has_ended, p.link.endpoint._connection  # type: ignore[attr-defined]
+
+            def never(row: Any) -> bool:
+                return row.number not in stuck and has_ended(row)
+
+            stuck = set(range(1000))
+            slots.has_ended = never
+            with pytest.raises(kv.TransferTimeoutError, match="has not let go of it"), anyio.fail_after(5):
+                await p.pull(timeout_s=0.2)
+            stuck = {row.number for _, _, transfers in given_up for transfer, _ in transfers for row in transfer.rows}
+            assert not p.cache.is_quiet()
+            assert not p.cache.is_quiet([3])
+            assert "as where a CUDA device hangs" in caplog.text
+            free = p.manager.pool_usage().free_nbytes
+            p.manager.deallocate_cache(p.cache)
+            assert p.manager.pool_usage().free_nbytes == free
+            await p.manager.pull_blocks(kv.BlocksCacheKey(7), mine, [0, 1], [1, 0])
+            assert mine.is_quiet()
+            assert theirs.is_valid
+            await eventually(lambda: len(p.here.links) == 1, "the end of the one link")
+    del slots.has_ended  # and now it ends
+    ucx._is_quiet = True
+    held.forget(ucx._api)
+    if ucx._thread is not None:
+        ucx._thread.join(5)
+    while ucx._at_end:
+        ucx._at_end.pop()()
+    ucx.context.close()
+
+
+@asyncio_and_trio
 async def test_a_turn_that_never_ends_holds_nobody_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,7 +304,7 @@ async def test_a_turn_that_never_ends_holds_nobody_for_ever(
 
     monkeypatch.setattr(workers, "_JOIN_S", 0.3)
     monkeypatch.setattr(endpoints, "_CLOSE_S", 0.3)
-    monkeypatch.setattr(workers, "_given_up", [])
+    monkeypatch.setattr("kvlink.transports.ucx.turns._given_up", [])
     may_go_on = threading.Event()
     errors: list[kv.KVLinkError] = []
     ucx: Any = None

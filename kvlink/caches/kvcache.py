@@ -106,6 +106,7 @@ class KvCache:
         False while a movement of this cluster's moves them in or out, and while they are in *quarantine*: a peer that
         was let write into them may still do so and should not, because its link was lost, the cache was deallocated, or
         its ticket has ended. That ends when the peer says that it has stopped, is known to be dead, or links again.
+        What a transport that hangs has not let go of is never quiet again; the error of that pull says so.
 
         Also meaningful for a deallocated cache: its memory is reused only when this is true.
         """

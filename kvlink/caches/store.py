@@ -284,10 +284,15 @@ class CacheStore:
         entry.pins += 1
         return number
 
-    def end_moving(self, entry: CacheEntry, number: int) -> None:
-        """End a movement: nothing of it touches the memory any more."""
-        del entry.moving[number]
-        self.table.unpin(entry)
+    def end_moving(self, entry: CacheEntry, number: int, *, is_quiet: bool = True) -> None:
+        """End a movement: nothing of it touches the memory any more.
+
+        Args:
+            is_quiet: False where something may: then its blocks are never quiet, and the memory is never used again.
+        """
+        if is_quiet:
+            del entry.moving[number]
+            self.table.unpin(entry)
 
     def collect(self) -> None:
         """Take note of handles that were forgotten and views that have died since."""

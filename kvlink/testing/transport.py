@@ -81,6 +81,10 @@ class FaultyEndpoint(Endpoint):
         self._aborted = anyio.Event()
         self._ended = anyio.Event()
 
+    @property
+    def is_quiet(self) -> bool:
+        return self._inner.is_quiet
+
     def connect(self, post: Callable[[Share], None], lose: Callable[[KVLinkError], None]) -> None:
         self._inner.connect(post, lose)
 

@@ -191,7 +191,7 @@ class Puller:
             link.failed(exc)
             raise
         finally:
-            self._store.end_moving(entry, movement)
+            self._store.end_moving(entry, movement, is_quiet=link.endpoint.is_quiet)
             if in_turn_s is not None:
                 finish(link)
         stats = link.stats
@@ -385,7 +385,7 @@ class Puller:
         finally:
             if found is not None:
                 link.post(CloseRead(found.lease, delivered))
-            self._store.end_moving(entry, movement)
+            self._store.end_moving(entry, movement, is_quiet=link.endpoint.is_quiet)
             if in_turn_s is not None:
                 finish(link)
         return TransferReport.of(link.peer, link.transport, nbytes, num_extents, started, tuple(moving))

@@ -202,7 +202,7 @@ class TicketMover:
             link.failed(exc)
             raise
         finally:
-            self._store.end_moving(entry, movement)
+            self._store.end_moving(entry, movement, is_quiet=is_write or link.endpoint.is_quiet)
             if in_turn_s is not None:
                 finish(link)
         if is_write:

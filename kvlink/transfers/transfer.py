@@ -14,7 +14,7 @@ from kvlink.links.grants import WriteGrant
 from kvlink.links.link import Link
 from kvlink.plan import Extent, total_nbytes
 from kvlink.report import Interrupted
-from kvlink.transports.base import Endpoint
+from kvlink.transports.base import NOT_QUIET, Endpoint
 from kvlink.wire import Found
 
 _VOUCH_S: Final = 0.05
@@ -121,7 +121,8 @@ async def _get_checked(
                 await endpoint.get(extents, nbytes, done)
             if scope.cancelled_caught:
                 raise TransferTimeoutError(
-                    f"pulling {nbytes} bytes from cluster {peer} did not end in time; see the report for what is there",
+                    f"pulling {nbytes} bytes from cluster {peer} did not end in time; see the report for what is there"
+                    + ("" if endpoint.is_quiet else NOT_QUIET),
                     peer=peer,
                     phase="transfer",
                 )

@@ -8,7 +8,8 @@ Rules for every implementation:
 
 - One-sided: `get` and `put` need nothing of the peer's CPU, unless `Capabilities.is_one_sided` is false.
 - A completion may come late, in any order, or never: whoever calls has a deadline, unless told that there is no wait.
-- Quiet: when `get` or `put` has ended in any way, our memory is not written any more for it. Cancellation drains.
+- Quiet: when `get` or `put` has ended in any way, our memory is not written any more for it. Cancellation drains. Where
+  that cannot be had, it ends all the same, after a bounded time, and `is_quiet` is False from then on.
 - `load_word` is ordered after every `get` that has returned.
 - An endpoint that is aborted, or whose peer is gone, fails what is in flight and everything later with `LinkLostError`.
 - What cannot be moved although the peer is there is a `TransportError`; the endpoint stays usable.
@@ -20,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Final, Protocol
 
 from anyio.abc import TaskGroup
 
@@ -52,6 +53,13 @@ class Offer:
     card: bytes
 
 
+NOT_QUIET: Final = (
+    "; the transport has not let go of it, so the destination may still be written into: its blocks are never quiet "
+    "again (KvCache.is_quiet), and their memory is used for nothing else"
+)
+"""What an error says of a get where `Endpoint.is_quiet` is false."""
+
+
 class DeathWatch(Protocol):
     """Tells when a peer's process has ended, also after its endpoint was closed."""
 
@@ -79,6 +87,11 @@ class Endpoint(ABC):
     `FeatureNotEnabledError`, and are never asked to share one."""
     card: bytes = b""
     """What the accepting side needs to know of a dialler; travels to its `Transport.accept`."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing that has ended over this endpoint can still write into our memory."""
+        return True
 
     @abstractmethod
     def connect(self, post: Callable[[Share], None], lose: Callable[[KVLinkError], None]) -> None:

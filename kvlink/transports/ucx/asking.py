@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvlink.plan import ExtentFields
 from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.pieces import Pieces
 from kvlink.transports.ucx.registry import Registered
@@ -57,4 +58,21 @@ def transfer_of(connection: WorkerEndpoint, parts: Sequence[Part], *, is_put: bo
         groups=groups,
         keep=[part.ours for part in parts],
         is_on_device=any(part.ours.is_on_device or part.theirs.is_on_device for part in parts),
+    )
+
+
+def transfer_of_rows(
+    connection: WorkerEndpoint, extent: ExtentFields, ours: Registered, theirs: RemoteRegion, *, is_put: bool
+) -> Transfer:
+    """Return the transfer of a few short rows, which lie inside of both regions."""
+    _, offset, stride, _, peer_offset, peer_stride, nbytes, num_rows = extent
+    local, remote = ours.address + offset, theirs.address + peer_offset
+    return Transfer(
+        connection,
+        is_put=is_put,
+        local=[local + row * stride for row in range(num_rows)],
+        nbytes=[nbytes] * num_rows,
+        remote=[remote + row * peer_stride for row in range(num_rows)],
+        groups=[Group(num_rows, ours.memh, theirs.rkey)],
+        keep=ours,
     )

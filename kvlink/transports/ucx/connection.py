@@ -17,6 +17,7 @@ class WorkerEndpoint:
         rkeys: the peer's regions that were unpacked for it.
         num_transfers: on their way.
         closed_at: when it was closed by force, by `perf_counter`.
+        is_quiet: False once something was abandoned that UCX may still do.
         failure: the first status of something that failed.
         on_failed, on_closed: called on the event loop when UCX has found the peer dead, and when nothing is left.
     """
@@ -28,6 +29,7 @@ class WorkerEndpoint:
         self.failure = ucp.OK
         self.closing: int | None = None
         self.closed_at: float | None = None
+        self.is_quiet = True
         self.on_failed: Callable[[], None] | None = None
         self.on_closed: Callable[[], None] | None = None
         self.handle: Any = None

@@ -32,18 +32,18 @@ from kvlink.memory.regions import STATE
 from kvlink.memory.stateregion import WORD_NBYTES, order_memory
 from kvlink.memory.strided import complete
 from kvlink.plan import Extent, ExtentFields
-from kvlink.transports.base import Capabilities, Endpoint
+from kvlink.transports.base import NOT_QUIET, Capabilities, Endpoint
 from kvlink.transports.lives import Life
 from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.ucx import declarations as ucp
-from kvlink.transports.ucx.asking import Part, RemoteRegion, transfer_of
+from kvlink.transports.ucx.asking import Part, RemoteRegion, transfer_of, transfer_of_rows
 from kvlink.transports.ucx.cards import unpack_key
 from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.lanes import judge, no_way, only_tcp
 from kvlink.transports.ucx.mapped import MappedState
 from kvlink.transports.ucx.pieces import cut_pieces
 from kvlink.transports.ucx.registry import GONE, Registered
-from kvlink.transports.ucx.requests import ROW, Group, Transfer
+from kvlink.transports.ucx.requests import ROW, Transfer
 from kvlink.transports.ucx.services import MAX_LOADS, Services
 from kvlink.wire import Share
 
@@ -108,6 +108,10 @@ class UcxEndpoint(Endpoint):
         self.capabilities = Capabilities(is_one_sided=services.is_one_sided, is_same_host=False)
         connection.on_failed = self._on_failed
 
+    @property
+    def is_quiet(self) -> bool:
+        return self._connection.is_quiet
+
     def get_at_once(self, extent: ExtentFields) -> bool:
         return self._move_at_once(extent, False)
 
@@ -161,7 +165,8 @@ class UcxEndpoint(Endpoint):
             await self._run(load, WORD_NBYTES, phase="settle")
             return words.value(place)
         finally:
-            words.give_back(place)
+            if self.is_quiet:  # else it may be written into at any time
+                words.give_back(place)
 
     async def reach(self, regions: Collection[int], *, for_writing: bool) -> None:
         for region in (STATE, *regions):
@@ -260,15 +265,7 @@ class UcxEndpoint(Endpoint):
         if num_rows == 1:
             status = self._worker.move_now(self._connection, is_put, local, nbytes, remote, ours.memh, theirs.rkey)
         else:
-            transfer = Transfer(
-                self._connection,
-                is_put=is_put,
-                local=[local + row * stride for row in range(num_rows)],
-                nbytes=[nbytes] * num_rows,
-                remote=[remote + row * peer_stride for row in range(num_rows)],
-                groups=[Group(num_rows, ours.memh, theirs.rkey)],
-                keep=ours,
-            )
+            transfer = transfer_of_rows(self._connection, extent, ours, theirs, is_put=is_put)
             status = transfer.status if self._worker.finish_now(transfer) else None
         if status is not None and status != ucp.OK:
             self._give_up(status)
@@ -321,7 +318,7 @@ class UcxEndpoint(Endpoint):
         if transfer.is_refused:
             raise no_way(self.lanes)
         if transfer.status != ucp.OK:
-            error = LinkLostError(self._describe(transfer.status), phase=phase)
+            error = LinkLostError(self._describe(transfer.status) + ("" if self.is_quiet else NOT_QUIET), phase=phase)
             self._give_up(transfer.status)
             raise error
         self._has_moved = True

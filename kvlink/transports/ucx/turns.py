@@ -9,7 +9,7 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Any, Final
 
-from kvlink.errors import LinkError, TransportError
+from kvlink.errors import LinkError
 from kvlink.loops import CallSoon
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.connection import WorkerEndpoint
@@ -28,12 +28,20 @@ _MANY: Final = 1000
 HOPE_S: Final = 1.0
 """A copy by this process that takes longer is not going to end: the endpoint is closed by force, which ends it."""
 
-DEVICE_PATIENCE_S: Final = 10.0
-"""A device's copy that has not ended so long after its endpoint was closed by force never will. Closing ends no such
-copy, and UCX takes a device that has failed for one that is not ready yet (``uct_cuda_base_progress_event_queue``)."""
+PATIENCE_S: Final = 3.0
+"""What has not ended so long after its endpoint was closed by force never will. Closing ends no copy of a CUDA device
+that hangs or has failed (``uct_cuda_base_progress_event_queue`` takes it for one that is not ready yet), and UCX before
+1.19 forgets what a peer that has stopped was asked for by messages."""
 
 _LOOK_MS: Final = 100
-"""How often that is looked at: a device that has failed wakes nobody."""
+"""How often that is looked at: nothing wakes us for it."""
+
+_given_up: Final[list[object]] = []
+
+
+def keep_for_ever(*held: object) -> None:
+    """Keep what UCX may still write into and nobody can take back: it must not be freed."""
+    _given_up.append(held)
 
 
 class Turns:
@@ -61,6 +69,7 @@ class Turns:
         self._max_nbytes = max_inflight_nbytes
         self._inflight_nbytes = 0
         self._is_broken = False
+        self._is_quiet = True
         self._call_soon: CallSoon | None = None
         ffi = context.library.ffi
         self._plain = ffi.new("ucp_request_param_t *")
@@ -147,8 +156,6 @@ class Turns:
         slots, rows, endpoint = self._slots, transfer.rows, transfer.endpoint
         while rows:
             if not slots.has_ended(rows[0]):
-                if transfer.is_on_device:
-                    self._check_patience(endpoint)
                 return False
             row = rows.popleft()
             self._inflight_nbytes -= row.nbytes
@@ -175,17 +182,9 @@ class Turns:
         self._end(transfer, transfer.status)
         return True
 
-    def _check_patience(self, endpoint: WorkerEndpoint) -> None:
-        """Raise, which ends everything (`Worker`), where a device does not end what it was asked for."""
-        if endpoint.closed_at is not None and perf_counter() - endpoint.closed_at > DEVICE_PATIENCE_S:
-            raise TransportError(
-                f"a CUDA device has not ended a copy {DEVICE_PATIENCE_S} s after it was given up: it hangs, or has "
-                "failed, as after an illegal address in a kernel"
-            )
-
     def _longest_sleep_ms(self) -> int | None:
         """Return how long to wait for UCX's descriptor; None for as long as it takes."""
-        if self._closing and any(transfer.is_on_device for transfer in self._active):
+        if self._closing:
             return _LOOK_MS
         return self.context.longest_sleep_ms if self._active or self._closing else None
 
@@ -227,17 +226,34 @@ class Turns:
 
     def _look_at_closing(self) -> None:
         for endpoint in list(self._closing):
-            if endpoint.closing is not None:
-                if status_of(self._api, endpoint.closing) == ucp.IN_PROGRESS:
-                    continue
+            if endpoint.closing is not None and status_of(self._api, endpoint.closing) != ucp.IN_PROGRESS:
                 endpoint.closing = None
-            if endpoint.num_transfers:
-                continue
+            if endpoint.closing is not None or endpoint.num_transfers:
+                if endpoint.closed_at is None or perf_counter() - endpoint.closed_at < PATIENCE_S:
+                    continue
+                self._abandon(endpoint)
+            else:
+                endpoint.forget(self._api)
             self._closing.remove(endpoint)
             self._endpoints.discard(endpoint)
-            endpoint.forget(self._api)
             if endpoint.on_closed is not None:
                 self._finished.append(endpoint.on_closed)
+
+    def _abandon(self, endpoint: WorkerEndpoint) -> None:
+        """Wait no more for what UCX does not end over a closed endpoint, and keep for ever what it may write into."""
+        lost = [transfer for transfer in self._active if transfer.endpoint is endpoint]
+        self._active = [transfer for transfer in self._active if transfer.endpoint is not endpoint]
+        _log.error(
+            "UCX has not ended %d transfers %s s after their link was given up, as where a CUDA device hangs or has "
+            "failed; their memory is not used again, and UCX's own stays until this process ends",
+            len(lost),
+            PATIENCE_S,
+        )
+        self._is_quiet = endpoint.is_quiet = False
+        keep_for_ever(self, endpoint, [(transfer, transfer.keep) for transfer in lost])
+        for transfer in lost:
+            self._inflight_nbytes -= sum([row.nbytes for row in transfer.rows])
+            self._end(transfer, ucp.ERR_CANCELED)
 
     def _take_error(self, argument: Any, ep: Any, status: int) -> None:
         """UCX has found a peer dead. Called inside of progress."""

@@ -9,7 +9,7 @@ small while nothing else is in flight makes a few turns itself: two switches of 
 A transfer ends when none of its requests is in flight, whatever happened; the first error, or `Worker.stop`, only stops
 issuing. A put that was stopped is flushed like any other: whoever stopped it says next that he writes no more, and not
 all that UCX has let go of has landed. Nothing can take a request back but closing its endpoint by force, which ends all
-of them.
+of them; what does not end by that is abandoned after a while, and its endpoint is not quiet (`Endpoint.is_quiet`).
 
 A turn that raises is a fault of ours. Then nothing may wait for the next one: every endpoint is closed by force, every
 transfer fails, every link is lost, and memory that UCX may still write into stays until the process ends.
@@ -36,7 +36,7 @@ from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.connection import WorkerEndpoint
 from kvlink.transports.ucx.context import Context
 from kvlink.transports.ucx.requests import Transfer, status_of
-from kvlink.transports.ucx.turns import HOPE_S, Turns, call
+from kvlink.transports.ucx.turns import HOPE_S, Turns, call, keep_for_ever
 
 _log = logging.getLogger(__name__)
 
@@ -51,9 +51,6 @@ _PATIENCE_S: Final = 0.005
 
 _JOIN_S: Final = 5.0
 
-_given_up: Final[list[object]] = []
-"""What UCX may still write into and nobody can take back: it must not be freed."""
-
 
 class Worker(Turns):
     """One worker and its turns. Its methods belong to the event loop unless they say otherwise.
@@ -67,7 +64,6 @@ class Worker(Turns):
         super().__init__(context, max_requests=max_requests, max_inflight_nbytes=max_inflight_nbytes)
         self._lock = threading.Lock()
         self._is_ending = False
-        self._is_quiet = True
         self._is_left = False
         self._thread: threading.Thread | None = None
         self._at_end: list[Callable[[], None]] = []
@@ -313,7 +309,7 @@ class Worker(Turns):
                     end()
         if not has_ended:
             _log.error("UCX does not end what is in flight; its worker and its memory stay until this process ends")
-            _given_up.append(self)
+            keep_for_ever(self)
 
     def _leave(self) -> None:
         """Wait no more for turns that do not end, and tell everybody who waits that nothing will come of them.
@@ -322,8 +318,9 @@ class Worker(Turns):
         """
         self._is_left, self._is_quiet = True, False
         transfers = [*self._active, *self._arrived]
-        _given_up.append(transfers)
+        keep_for_ever(self, [(transfer, transfer.keep) for transfer in transfers])
         for transfer in transfers:
+            transfer.endpoint.is_quiet = False
             transfer.status = transfer.status or ucp.ERR_CANCELED
             transfer.has_ended = True
         endings = [transfer.finish for transfer in transfers] + [endpoint.on_closed for endpoint in self._closing]
@@ -394,7 +391,9 @@ class Worker(Turns):
             with suppress(Exception):
                 self._is_quiet = self._close_all_and_wait(HOPE_S)
             if not self._is_quiet:
-                _given_up.append((self, *[(transfer, transfer.keep) for transfer in self._active]))
+                for endpoint in self._endpoints:
+                    endpoint.is_quiet = False
+                keep_for_ever(self, [(transfer, transfer.keep) for transfer in self._active])
             self._is_broken = True
         self._end_everything()
 
