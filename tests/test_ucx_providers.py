@@ -20,6 +20,7 @@ import pytest
 import kvlink as kv
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.context import Context
+from kvlink.transports.ucx.library import ONE_SIDED, load
 from tests.support import inside
 from tests.support.ucx import need_ucx
 
@@ -58,6 +59,8 @@ async def check_links(provider: object, **ucx: Any) -> None:
 async def test_handles_of_somebody_else_serve_links_and_stay_theirs() -> None:
     """kvlink moves bytes on a worker that it was handed, leaves it as it was, and can be handed it again."""
     need_ucx()
+    if load().version[:2] < ONE_SIDED:
+        pytest.skip("this release of UCX imitates get by messages, which the owner of the handles must let progress")
     context = Context.create(kv.UcxConfig(), ucp.THREAD_MODE_MULTI)
     ffi = context.library.ffi
     handles = kv.UcxHandles(
