@@ -447,7 +447,7 @@ async def test_a_device_that_hangs(monkeypatch: pytest.MonkeyPatch, caplog: pyte
             assert keep[0] in (
                 *registry._dropped,
                 *registry.known.values(),
-            )  # what may be written into stays registered
+            )  # it stays registered
             driver.standin_hang(0)  # and now it ends
             while not all(map(ucx._slots.has_ended, transfer.rows)):
                 ucx._progress(ucx._handle)
