@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -121,6 +122,29 @@ def test_a_life_goes_on_until_its_end(end: str) -> None:
             life.close()
             child.kill()
     assert holdings() == before
+
+
+def test_reading_from_a_life() -> None:
+    """All of what is asked for, or False: a hole behind it, an absurd address, a life that has ended."""
+    fd = os.memfd_create("owner")
+    os.ftruncate(fd, 3 * 4096)
+    owner = mmap.mmap(fd, 3 * 4096)
+    owner[:] = bytes(range(256)) * 48
+    address = ctypes.addressof(ctypes.c_char.from_buffer(owner))
+    life = Life.open(os.getpid())
+    assert life is not None
+    target = bytearray(5000)
+    assert life.read(memoryview(target)[7:4200], address + 100)
+    assert target[7:4200] == owner[100:4293]
+    assert not any(target[:7])
+    assert not any(target[4200:])
+    os.ftruncate(fd, 8192)
+    os.close(fd)
+    assert not life.read(memoryview(target), address + 8192 - 100)
+    for absurd in (0, 2**63, 2**64 - 1):
+        assert not life.read(memoryview(target)[:8], absurd)
+    life.close()
+    assert not life.read(memoryview(target)[:8], address)
 
 
 def test_our_own_life() -> None:

@@ -8,10 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvlink as kv
 from kvlink.memory.pool import Segment
+from kvlink.transports.lives import Life
 from kvlink.transports.ucx.cards import Host, StateFile
 from kvlink.transports.ucx.mapped import map_state, state_file_of
 from kvlink.transports.ucx.worker import Worker
@@ -82,12 +84,19 @@ def test_another_process_of_the_same_number_is_not_opened() -> None:
 @pytest.mark.ucx
 @pytest.mark.parametrize("is_mapped", [True, False])
 async def test_a_small_pull_is_one_request(is_mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block is one get of UCX where words are mapped, and a get more before and after it where they are not."""
+    """One block is one system call of our own on one host, and three gets of UCX, one of them the block, where words
+    are not mapped; a stale key is found out before any.
+    """
     need_ucx()
     if not is_mapped:
         monkeypatch.setattr("kvlink.transports.ucx.transport.map_state", lambda *_: None)
-    num_moves = 0
-    move = Worker.move_now
+    num_moves = num_reads = 0
+    move, read = Worker.move_now, Life.read
+
+    def count_reads(*arguments: Any) -> bool:
+        nonlocal num_reads
+        num_reads += 1
+        return read(*arguments)
 
     def count(*arguments: Any) -> int | None:
         nonlocal num_moves
@@ -99,14 +108,16 @@ async def test_a_small_pull_is_one_request(is_mapped: bool, monkeypatch: pytest.
         if not p.link.endpoint.capabilities.is_one_sided:
             pytest.skip("this release of UCX imitates get by messages")
         monkeypatch.setattr(Worker, "move_now", count)
+        monkeypatch.setattr(Life, "read", count_reads)
         inside.give_turn(p.here)  # on a slow host the first pull may have held the loop for long
         await p.pull([3], [4])
-        assert num_moves == (1 if is_mapped else 3)
+        assert (num_moves, num_reads) == ((0, 1) if is_mapped else (3, 0))
+        assert np.array_equal(p.cache.tensors[0][4], p.cache.tensors[0][3])  # pulled before, to where it was
         await p.owner.call("deallocate", cache=p.handle)
-        num_moves = 0
+        num_moves = num_reads = 0
         with pytest.raises(kv.CacheNotFoundError):
             await p.pull([3], [4])
-        assert num_moves == (0 if is_mapped else 1)
+        assert (num_moves, num_reads) == ((0, 0) if is_mapped else (1, 0))
 
 
 def test_nothing_but_shared_memory_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,10 @@ class ForeignMemory:
             return False
         return bool(call(self.pid, address, 1, address + 16, 1, 0) == nbytes) and self._is_alive()
 
+    def read(self, target: memoryview, remote: int) -> bool:
+        """Fill `target`, a few KiB, from an address of the process; False where that is not possible this way."""
+        return self._life is not None and self._life.read(target, remote)
+
     def _check_alive(self, number: int) -> None:
         if not self._is_alive() or number == errno.ESRCH:
             raise LinkLostError(f"process {self.pid} has ended, or is another program now", phase="transfer")

@@ -20,7 +20,7 @@ from kvlink.memory.stateregion import WORD_NBYTES, order_memory
 from kvlink.memory.strided import Copy, complete, copy_row, copy_rows, make_copy
 from kvlink.plan import Extent, ExtentFields, regions_of, total_nbytes
 from kvlink.transports.base import Capabilities, Endpoint
-from kvlink.transports.lives import Life
+from kvlink.transports.lives import SMALL_NBYTES, Life
 from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.process_vm import ForeignMemory, cut_vectors, join_vectors, permit_tracing
 from kvlink.transports.shm_channel import Channel, SharedRegion
@@ -386,9 +386,11 @@ class ShmEndpoint(Endpoint):
         foreign = self._foreign.get(peer_region)
         if foreign is None or num_rows != 1 or nbytes < _MIN_PIECE_NBYTES:
             return False
-        return foreign.copy_piece(
-            self._local[region].host_address + offset, foreign.address + peer_offset, nbytes, is_write=is_write
-        )
+        own, remote = self._local[region], foreign.address + peer_offset
+        is_small = not is_write and nbytes <= SMALL_NBYTES and 0 <= offset <= own.nbytes - nbytes
+        if is_small and foreign.read(own.view[offset : offset + nbytes], remote):
+            return True
+        return foreign.copy_piece(own.host_address + offset, remote, nbytes, is_write=is_write)
 
     async def _copy_foreign(self, extents: Sequence[Extent], nbytes: int, *, is_write: bool) -> None:
         """Copy extents of which at least one is in memory that cannot be mapped, each group in its own way."""

@@ -33,7 +33,7 @@ from kvlink.memory.stateregion import WORD_NBYTES, order_memory
 from kvlink.memory.strided import complete
 from kvlink.plan import Extent, ExtentFields
 from kvlink.transports.base import NOT_QUIET, Capabilities, Endpoint
-from kvlink.transports.lives import Life
+from kvlink.transports.lives import SMALL_NBYTES, Life
 from kvlink.transports.pidfd import PidfdWatch
 from kvlink.transports.ucx import declarations as ucp
 from kvlink.transports.ucx.asking import Part, RemoteRegion, transfer_of, transfer_of_rows
@@ -260,6 +260,10 @@ class UcxEndpoint(Endpoint):
         if low < 0 or peer_low < 0 or high > ours.nbytes or peer_high > theirs.nbytes:
             raise ValueError(f"a row of {nbytes} bytes lies outside its memory")
         local, remote = ours.address + offset, theirs.address + peer_offset
+        # A small get is faster this way than by UCX with a look at the peer's life behind it, which it needs not.
+        life = self._life if not is_put and num_rows == 1 and nbytes <= SMALL_NBYTES else None
+        if life is not None and life.read(ours.region.view[offset : offset + nbytes], remote):
+            return True
         if is_put and perf_counter() - self._seen_at > _FRESH_S and not self._goes_on():
             return False
         if num_rows == 1:
