@@ -9,7 +9,6 @@ peer's state region is known, and nothing else is said to be within reach before
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -46,8 +45,6 @@ from kvlink.transports.ucx.registry import GONE, Registered
 from kvlink.transports.ucx.requests import ROW, Transfer
 from kvlink.transports.ucx.services import MAX_LOADS, Services
 from kvlink.wire import Share
-
-_log = logging.getLogger(__name__)
 
 _MAX_REGIONS, _CLOSE_S = 2**20, 5.0
 _NO_WORDS: Final = memoryview(b"").cast("Q")
@@ -248,9 +245,9 @@ class UcxEndpoint(Endpoint):
     def _move_at_once(self, extent: ExtentFields, is_put: bool) -> bool:
         region, offset, stride, peer_region, peer_offset, peer_stride, nbytes, num_rows = extent
         ours, theirs = self._services.registry.known.get(region), self._remote.get(peer_region)
-        if ours is None or theirs is None or num_rows > ROW or not self._is_copying:
+        if ours is None or theirs is None or ours.is_on_device or theirs.is_on_device:
             return False
-        if ours.is_on_device or theirs.is_on_device:
+        if num_rows > ROW or not self._is_copying:
             return False
         low, peer_low, high, peer_high = offset, peer_offset, offset + nbytes, peer_offset + nbytes
         if num_rows > 1:
