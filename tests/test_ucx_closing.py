@@ -238,7 +238,6 @@ async def test_closing_is_bounded_where_ucx_ends_nothing(
     ucx.context.close()
 
 
-@asyncio_and_trio
 @PROGRESS
 async def test_what_ucx_does_not_let_go_of_ends_and_its_memory_is_used_for_nothing_else(
     progress: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

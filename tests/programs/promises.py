@@ -55,6 +55,13 @@ PROMISES: Final = (
                 ("test_copying.py", "test_adversity.py::test_a_cancelled_pull_is_quiet_when_it_has_ended"),
             ),
             Cut(
+                "blocks that a transport has not let go of are never quiet again",
+                "caches/store.py",
+                "        if is_quiet:\n            del entry.moving[number]",
+                "        if True:\n            del entry.moving[number]",
+                ("test_ucx_closing.py::test_what_ucx_does_not_let_go_of_ends_and_its_memory_is_used_for_nothing_else",),
+            ),
+            Cut(
                 "blocks that a lost writer may still write into are in quarantine",
                 "transfers/serving.py",
                 "            leases.quarantine_all(holder, link.peer)\n",
