@@ -143,19 +143,21 @@ def join_few(unique: Sequence[int], other: Sequence[int]) -> list[tuple[int, int
     return runs
 
 
-def join_blocks(local: BlockNumbers, remote: BlockNumbers, block_nbytes: int) -> list[Piece]:
+def join_blocks(local: BlockNumbers, remote: BlockNumbers, block_nbytes: int, *, is_push: bool = False) -> list[Piece]:
     """Return the fewest pieces that move block ``remote[i]`` to or from block ``local[i]``, for all i.
 
     Args:
-        local: destination block numbers of a pull (source of a push), each at most once, in any order.
+        local: destination block numbers of a pull, each at most once, in any order.
         remote: the peer's block numbers, as many.
         block_nbytes: bytes of a block, the same on both sides.
+        is_push: `remote` is where each block occurs at most once, instead of `local`.
     """
+    if is_push:
+        joined = join_blocks(remote, local, block_nbytes)
+        return [_make_piece((ours, theirs, nbytes)) for theirs, ours, nbytes in joined]
     if len(local) <= FEW_BLOCKS:
         runs = join_few(as_ints(local), as_ints(remote))
-        return [
-            Piece(ours * block_nbytes, theirs * block_nbytes, length * block_nbytes) for ours, theirs, length in runs
-        ]
+        return [_make_piece((ours * block_nbytes, theirs * block_nbytes, n * block_nbytes)) for ours, theirs, n in runs]
     columns = _join(np.asarray(local, np.int64), np.asarray(remote, np.int64), block_nbytes)
     return list(map(Piece, *(column.tolist() for column in columns)))
 
@@ -183,11 +185,7 @@ def plan_blocks(
         few: more blocks than these are planned by numpy.
     """
     if len(local) <= few:
-        if is_push:
-            joined = join_blocks(remote, local, block_nbytes)
-            pieces = [_make_piece((ours, theirs, nbytes)) for theirs, ours, nbytes in joined]
-            return spread(local_runs, remote_runs, pieces)
-        return spread(local_runs, remote_runs, join_blocks(local, remote, block_nbytes))
+        return spread(local_runs, remote_runs, join_blocks(local, remote, block_nbytes, is_push=is_push))
     our_blocks, their_blocks = np.asarray(local, np.int64), np.asarray(remote, np.int64)
     if is_push:
         remote_offsets, local_offsets, lengths = _join(their_blocks, our_blocks, block_nbytes)

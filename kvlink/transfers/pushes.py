@@ -137,8 +137,7 @@ class Pusher:
             found_at = perf_counter()
             left_s = timeout_s - (found_at - started)
             if link.is_out_of_reach(remote):
-                joined = join_blocks(destination, source, geometry.slot_nbytes)
-                pieces = [Piece(ours_at, theirs_at, length) for theirs_at, ours_at, length in joined]
+                pieces = join_blocks(source, destination, geometry.slot_nbytes, is_push=True)
                 num_extents = await self._detour(link, target, grant, local, theirs, pieces, nbytes, left_s)
             else:
                 nbytes_each = geometry.slot_nbytes

@@ -41,7 +41,7 @@ from kvlink.geometry import select_runs
 from kvlink.links.gates import finish, start
 from kvlink.links.link import Link
 from kvlink.links.table import LinkTable
-from kvlink.plan import Extent, Piece, join_blocks, spread
+from kvlink.plan import Extent, join_blocks, spread
 from kvlink.report import TransferReport
 from kvlink.tokens import TicketEnding, Token, parse_token
 from kvlink.transfers.heldtickets import HeldTicket, HeldTickets
@@ -188,7 +188,7 @@ class TicketMover:
         check_same_kind(entry.geometry, geometry, is_by_block=True)
         nbytes = geometry.slot_nbytes * len(local) * ours.num
         runs, their_runs = select_runs(entry.geometry.runs, *ours), select_runs(geometry.runs, *theirs)
-        pieces = join_pairs(local, remote, geometry.slot_nbytes, is_write=is_write)
+        pieces = join_blocks(local, remote, geometry.slot_nbytes, is_push=is_write)
         extents = spread(runs, their_runs, pieces)
         target = Target("id", held.found.cache_id)
         detour = partial(get_by_detour, link, target, held.found, runs, theirs, pieces, nbytes)
@@ -327,13 +327,6 @@ async def move_under(
         ) from exc
     finally:
         held.finish(theirs, places, is_placed=is_placed)
-
-
-def join_pairs(local: list[int], remote: list[int], block_nbytes: int, *, is_write: bool) -> list[Piece]:
-    """Return the fewest pieces that move block ``local[i]`` to (`is_write`) or from block ``remote[i]``."""
-    if not is_write:
-        return join_blocks(local, remote, block_nbytes)
-    return [Piece(mine, theirs, nbytes) for theirs, mine, nbytes in join_blocks(remote, local, block_nbytes)]
 
 
 def _not_handed_out(peer: int, said: Token, timeout_s: float) -> TransferTimeoutError:

@@ -10,12 +10,12 @@ from kvlink.caches.table import CacheEntry
 from kvlink.checks import Tensors, check_layers, check_same_kind, check_same_length
 from kvlink.errors import KVLinkError
 from kvlink.geometry import select_runs
-from kvlink.plan import spread
+from kvlink.plan import join_blocks, spread
 from kvlink.tokens import TicketEnding, parse_token
 from kvlink.transfers.heldtickets import HeldTicket
 from kvlink.transfers.layerconfig import TransferWithTicketConfig
 from kvlink.transfers.layersender import WIDTH, BlocksToMove
-from kvlink.transfers.ticketcalls import TicketMover, join_pairs, move_under
+from kvlink.transfers.ticketcalls import TicketMover, move_under
 
 
 class TicketSender:
@@ -68,7 +68,7 @@ class TicketSender:
         landed = self._their_layers()[layer - self.layers.start]
         theirs = Tensors(landed * WIDTH, landed * WIDTH + WIDTH)
         runs = select_runs(self._entry.geometry.runs, layer * WIDTH, layer * WIDTH + WIDTH)
-        pieces = join_pairs(local, remote, geometry.slot_nbytes, is_write=True)
+        pieces = join_blocks(local, remote, geometry.slot_nbytes, is_push=True)
         extents = spread(runs, select_runs(geometry.runs, *theirs), pieces)
         nbytes = geometry.slot_nbytes * len(local) * WIDTH
         await move_under(held, theirs, places, extents, nbytes, self._timeout_s)
