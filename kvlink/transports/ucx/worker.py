@@ -245,17 +245,13 @@ class Worker(Turns):
         """Turn the worker from a task of the event loop, until `aclose`; cancelling it does not end it."""
         with anyio.CancelScope(shield=True):
             try:
-                while not self._has_no_more_turns():
+                while True:
                     until = perf_counter() + _LOOP_TURNS_S
-                    is_busy = True
+                    is_busy: bool | None = True
                     while is_busy and perf_counter() < until:
-                        with self._lock:
-                            is_busy = self._turn()
-                            self._deliver()
-                            if not is_busy:
-                                if self._has_no_more_turns():
-                                    return
-                                is_busy = not self.context.arm()
+                        is_busy = self._make_turn()
+                    if is_busy is None:
+                        return
                     if is_busy:
                         await anyio.lowlevel.checkpoint()
                     else:
@@ -355,6 +351,17 @@ class Worker(Turns):
             return True
         return self._is_ending and not (self._active or self._closing or self._asked or self._arrived)
 
+    def _make_turn(self) -> bool | None:
+        """Take a turn; return whether to come back at once, and None when there will be no more turns."""
+        with self._lock:
+            if self._is_broken or self._is_left:
+                return None
+            is_busy = self._turn()
+            self._deliver()
+            if is_busy:
+                return True
+            return None if self._has_no_more_turns() else not self.context.arm()
+
     def _longest_sleep_s(self) -> float:
         sleep_ms = self._longest_sleep_ms()
         return math.inf if sleep_ms is None else sleep_ms / 1000
@@ -365,15 +372,9 @@ class Worker(Turns):
         poller.register(self.context.fd, select.POLLIN)
         try:
             while True:
-                with self._lock:
-                    if self._is_broken or self._is_left:
-                        return
-                    is_busy = self._turn()
-                    self._deliver()
-                    if not is_busy:
-                        if self._has_no_more_turns():
-                            return
-                        is_busy = not self.context.arm()
+                is_busy = self._make_turn()
+                if is_busy is None:
+                    return
                 if not is_busy:
                     poller.poll(self._longest_sleep_ms())
         except BaseException:
